@@ -31,8 +31,8 @@ from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer,
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""Function that maps token losses `[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`), to the
-scalar loss of a micro-batch and the metrics to collect."""
+"""Function that maps token losses (`[b, s]`, or `[2, b, s]` if there is a z-loss; see
+`DecoderModel`) to the scalar loss of a micro-batch and the metrics to collect."""
 
 Batch = dict[str, Any]
 """A micro-batch: `tokens` `[b, s]`; `labels` `[b, s]` for training or validation; `documents`
@@ -66,7 +66,7 @@ class ParallelModel:
 
     @property
     def units(self) -> list[Unit]:
-        """Units stored on this rank, in whole or in part, in forward order within each domain."""
+        """Units of which this rank stores all or a part, by domain and then in forward order."""
         return [unit for part in self.domains for unit in part.units]
 
     def domain_of(self, unit: Unit) -> Domain:
@@ -74,7 +74,7 @@ class ParallelModel:
         return next(part.domain for part in self.domains if part.domain.name == unit.domain)
 
     def reports(self, unit: Unit) -> bool:
-        """Return whether this rank, which must hold a part of `unit`, reports the unit."""
+        """Return whether this rank reports `unit`, of which it must hold a part."""
         domain = self.domain_of(unit)
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy
@@ -97,8 +97,9 @@ class ParallelModel:
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the largest normalised singular values and the gammas of the in-graph PC layers.
 
-        Both lists have one tensor `[units]` per layer (`UnitWeight.guard_`), on just one of the
-        layer's ranks. Collective: all ranks of a stage must call this method.
+        Both lists have one tensor `[units]` per layer (see `UnitWeight.guard_`). Only one of the
+        ranks that hold a layer returns its tensors. Collective: all ranks of a stage must call this
+        method.
         """
         seen, gammas = [], []
         for effective in self.in_graph:
@@ -109,11 +110,11 @@ class ParallelModel:
         return seen, gammas
 
     def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor, Tensor]]:
-        """Yield each unit of the in-graph PC layers with PC(W) `[rows, cols]`, gamma `[]` and the
-        tracked spectral norm `[]` of W.
+        """Yield (unit, PC(W) `[rows, cols]`, gamma `[]`, tracked spectral norm of W `[]`) for each
+        unit of the in-graph PC layers.
 
-        Each unit is yielded on just one of its ranks. Collective: all ranks of a stage must call
-        this method.
+        Each unit is yielded on only one of the ranks that hold it. Collective: all ranks of a stage
+        must call this method.
         """
         for effective in self.in_graph:
             domain = self.domain_of(effective.units[0])
@@ -133,7 +134,8 @@ class ParallelModel:
         """Enable or disable fused gradient accumulation in the weight gradient GEMMs of linear
         layers.
 
-        While it is enabled, the reducers' observers do not see the gradients of these layers.
+        While fused accumulation is enabled, the reducers' observers do not see these layers'
+        gradients.
         """
         sum_in_products_(self.chunks, active)
 
@@ -156,7 +158,7 @@ class ParallelModel:
             yield
 
     def finish_gradients(self) -> None:
-        """Wait until every gradient shard holds the mean over the global batch."""
+        """Wait until every gradient shard holds the mean gradient over the global batch."""
         self.after_backward()
         for part in self.domains:
             part.reducer.finish()
@@ -179,9 +181,9 @@ class ParallelModel:
             batches: function that returns an iterator over batches; called once per chunk. If
                 batches have no labels, the loss function receives the logits `[b, s, v / tensor]`
                 of this rank's vocabulary shard.
-            loss: function that returns the loss function of a batch.
+            loss: function that maps a batch to its loss function.
             microbatches: number of micro-batches on this rank.
-            micro_batch: number of samples per micro-batch, b.
+            micro_batch: number of samples per micro-batch (b).
             train: whether to compute gradients.
             length: tokens per sample, before the context-parallel split; at most `sequence_length`,
                 which is the default.
@@ -223,7 +225,7 @@ class ParallelModel:
     def share(self, loss: LossFunction) -> LossFunction:
         """Return `loss` divided by the context-parallel size.
 
-        `loss` averages over this rank's part of each sequence, so that summing over
+        `loss` averages over this rank's part of each sequence. After the division, summing over
         context-parallel ranks gives the mean over whole sequences. Megatron's schedules multiply
         all losses, including balancing losses, by the context-parallel size.
         """
@@ -250,7 +252,7 @@ class ModelOptions:
     overlap_reduce      whether reduce-scatters start during the backward pass
     gradient_dtype      dtype of gradient buckets; see `Buffers`
     pc                  PC layer config; only used if PC layers are evaluated in the graph
-    radius_scalers      radius scalers by role, where different from `InitConfig`
+    radius_scalers      radius scalers of the roles for which they differ from `InitConfig`
     weights             function that returns the initial value `[*shape]` of a whole unit; None:
                         random initialisation
     fused_backward      whether Triton kernels compute gradients; see `fuse_blocks_`
@@ -329,8 +331,8 @@ def named_buffers(
     """Yield the names and values of the chunks' persistent buffers, which are identical on all
     ranks of a pipeline stage.
 
-    Names are prefixed with the name of a parameter of the same module:
-    `layers.0.router.expert_bias`.
+    Each name starts with the name of a parameter of the same module, as in
+    `layers.0.router.expert_bias`, where the parameter is `layers.0.router`.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for chunk in chunks:

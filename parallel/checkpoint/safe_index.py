@@ -1,8 +1,8 @@
 """Reads checkpoint state without executing code from its pickles.
 
-torch writes `.metadata`, the index of a checkpoint's tensors, as a pickle. `read_index` allows only
-the classes found in an index, and `read_plain` allows only plain values. Tensors are read by torch
-with weights_only.
+torch writes `.metadata`, the index of a checkpoint's tensors, as a pickle. `read_index` unpickles
+only the classes that such an index contains. `read_plain` uses torch.load with weights_only, and so
+does torch when it reads the tensors.
 """
 
 import os
@@ -46,7 +46,7 @@ ALLOWED: Final = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Modules and names that an index may refer to; objects of these classes hold only data."""
+"""Classes and functions, by module, that an index may refer to; the classes hold only data."""
 
 
 class UnsafeIndexError(ValueError):
@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(enumeration: Any, name: Any) -> Any:
-    """Return an enum member; Python 3.11.2 pickles enum members as getattr calls."""
+    """Return an enum member. Needed because Python 3.11.2 pickles enum members as getattr calls."""
     is_enumeration = isinstance(enumeration, type) and issubclass(enumeration, Enum)
     if is_enumeration and name in enumeration.__members__:
         return enumeration[name]
@@ -100,7 +100,7 @@ def index_files(index: Metadata) -> list[str]:
 
 
 def read_plain(folder: str | Path) -> dict[str, Any]:
-    """Read the plain values of the state in `folder`.
+    """Read the non-tensor values of the state in `folder`.
 
     Raises UnsafeIndexError if the contents are unsafe or invalid. Never executes code from the
     file.
@@ -112,12 +112,12 @@ def read_plain(folder: str | Path) -> dict[str, Any]:
         reason = first_line(error)
         raise UnsafeIndexError(f"{path} is not trusted: {reason}") from None
     if not isinstance(plain, dict) or not isinstance(plain.get("extra"), dict):
-        raise UnsafeIndexError(f"{path} must map 'extra' to a mapping")
+        raise UnsafeIndexError(f"{path} must be a dict whose 'extra' entry is a dict")
     return plain
 
 
 class Reader(FileSystemReader):
-    """torch's reader for a state folder, with an index from `read_index`."""
+    """torch's checkpoint reader for a state folder, using the index that `read_index` returned."""
 
     def __init__(self, folder: str | Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -130,9 +130,10 @@ class Reader(FileSystemReader):
         return self._index
 
     def read_into(self, targets: Mapping[str, Tensor], planner: LoadPlanner | None = None) -> None:
-        """Read stored tensors into `targets`, by key, or the parts requested by `planner`.
+        """Read stored tensors in place into `targets`, which maps their keys to tensors.
 
-        Not collective: only this process reads. Raises CheckpointException.
+        With `planner`, reads the parts that it requests instead. Not collective: only this process
+        reads. Raises CheckpointException.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

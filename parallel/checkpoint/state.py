@@ -9,10 +9,10 @@ layout:
     optimizer/embedding/step           counter of an elementwise rule
     buffer/layers.0.router.expert_bias persistent buffer of a module
 
-A rank holds spans of a unit's flattened local piece. A span of a row-major array consists of a few
-boxes: the end of a row, whole rows, the start of a row. Each box is a view of the rank's memory,
-saved and loaded together with its offset in the unit. Therefore nothing is gathered, and no rank
-needs memory for more than its own part of the state.
+Each rank holds contiguous ranges (spans) of its flattened piece of a unit. A span of a row-major
+array consists of a few boxes: the end of one row, several whole rows, and the start of another.
+Each box is a view of the rank's memory, and is saved and loaded as one chunk of the unit. Therefore
+nothing is gathered, and no rank needs memory for more than its own part of the state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,19 +78,19 @@ class StatePart:
 
 
 def part_name(key: str, offset: Sequence[int]) -> str:
-    """Return a name, unique within a rank, for the part of tensor `key` at `offset`."""
+    """Return the name of the part of tensor `key` at `offset`. Names are unique within a rank."""
     return f"{key}{list(offset)}"
 
 
 SCHEMA = 1
-"""Version of the keys and shapes. Bump it if older checkpoints become unreadable."""
+"""Version of the checkpoint's keys and shapes. Bump it if older checkpoints become unreadable."""
 
 SHOWN_PROBLEMS = 8
 """Maximum number of problems listed in an error."""
 
 
 UNREAD = ("/multiplier", "/slope")
-"""Suffixes of SSO state entries saved by earlier versions; ignored."""
+"""Suffixes of SSO state entries that earlier versions saved and that loading ignores."""
 
 
 class StateError(ValueError):
@@ -100,14 +100,14 @@ class StateError(ValueError):
 def load_state(
     folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
 ) -> dict[str, Any]:
-    """Load model and optimizer state, saved on any layout, in place.
+    """Load model and optimizer state in place. It may have been saved on any layout.
 
     Collective: all ranks must call this function. Returns the saved `extra`.
 
     Raises:
-        StateError: on every rank. If there are missing or unexpected tensors, or shape or dtype
-        mismatches, nothing has been modified. If tensors cannot be read, or if counters that must
-        be equal differ, the state may be partially loaded.
+        StateError: on every rank. If tensors are missing or unexpected, or if shapes or dtypes do
+        not match, nothing has been modified. If tensors cannot be read, or if counters that must be
+        equal differ, the state may have been partially loaded.
     """
     model.wait_for_weights()
     problems: list[str] = []
@@ -164,7 +164,7 @@ class _PartPlanner(DefaultLoadPlanner):
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
     """Return this rank's parts of the state by name.
 
-    Parts are views, except for counters, which are copies, because many units share one counter in
+    Parts are views, except for counters: these are copies, because many units share one counter in
     memory.
     """
     parts = [
@@ -252,7 +252,7 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
 
 
 def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[StatePart]:
-    """Yield the boxes of a span of a unit's local piece, whose elements are `flat`
+    """Split a span of a unit into boxes and yield each as a part, a view of `flat`
     `[span.length]`."""
     axes, cut, position = unit.local_axes(tensor.size), unit.shard_axis, 0
     for box in boxes(span.piece_start, span.piece_start + span.length, axes):
@@ -271,7 +271,7 @@ def _whole(key: str, value: Tensor, written: bool = True) -> StatePart:
 
 
 def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield this rank's part of a domain's weights, except those of PC layers."""
+    """Yield this rank's parts of a domain's weights, omitting the weights of PC layers."""
     part = domain.model
     for unit, span, start in _shard_spans(part):
         if domain.assign(unit).pc is None:
@@ -280,7 +280,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
 
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield this rank's part of the state with the shape of the units."""
+    """Yield this rank's parts of the elementwise state, which has the shape of the units."""
     for unit, span, start, region in _region_spans(domain):
         for name, value in region.state.items():
             if not _is_counter(value):
@@ -339,7 +339,7 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
 def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> Iterator[str]:
     """Set every region's counters to the counters loaded for its units.
 
-    Yields a message for each unit whose counter differs from the first one in its region.
+    Yields a message for each unit whose counter differs from that of the first unit in its region.
     """
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):
@@ -351,7 +351,7 @@ def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> It
 
 
 def _is_counter(value: Tensor) -> bool:
-    """Return whether an entry of a region's state is a counter `[1]` rather than `[1, length]`."""
+    """Return whether a region's state entry is a counter `[1]`; other entries are `[1, length]`."""
     return value.dim() == 1
 
 

@@ -2,14 +2,14 @@
 
 `start_save` copies this rank's part of the state to host memory and forks a process that writes the
 copy. Training may then modify the state. When all writers are done, all ranks call
-`PendingSave.gather`, and only rank 0 calls `finish`. Only one save runs at a time, so there is only
-one copy in host memory, and the next save reuses its buffers.
+`PendingSave.gather`; then rank 0 calls `finish`. Only one save runs at a time, so all saves share
+one set of buffers in host memory.
 
 torch's process-based `async_save` (torch 2.13) is not used. If one of its processes is killed, it
-is never restarted and breaks their process group, so that all later saves of the run fail. For two
+is not restarted and its process group remains broken, so all later saves of the run fail. For two
 gloo ranks with 50 MB each, `async_save` returned after 0.04 s, completed the save after 4 s, and
-needed an extra 150 MB per process for separate interpreters. `start_save` returns after 0.07 s and
-completes the save after 0.4 s.
+needed an extra 150 MB per process for separate interpreters. For the same state, `start_save`
+returns after 0.07 s, and the save is complete after 0.4 s.
 """
 
 import contextlib
@@ -58,14 +58,15 @@ class StatePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.index: Metadata | None = None
-        """Index of all tensors, without their positions in files; only on rank 0."""
+        """Index of all tensors, without their positions in files. None on ranks other than 0."""
         self._items: list[WriteItem] | None = None
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
-        """Copy the tensors to be saved by this rank to host memory, and return its save plan.
+        """Copy the tensors that this rank saves to host memory, and return the rank's save plan.
 
-        Collective: all ranks must call this method, with the same tensors in `state` every time.
+        Collective: all ranks must call this method. `state` must contain the same tensors in every
+        call.
         """
         if self._items is None:
             written = {name: part for name, part in state.items() if part.written}
@@ -104,7 +105,7 @@ def _host_buffer(tensor: Tensor) -> Tensor:
 
 
 class StateWriter(FileSystemWriter):
-    """torch's writer, with an index of plain values only: it omits the path that torch stores."""
+    """torch's checkpoint writer, but with an index of plain values only, which omits the path."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory
@@ -119,7 +120,7 @@ Result = TypeVar("Result")
 START_SECONDS = 30.0
 """Time limit for a writer process to start."""
 STARTS = 3
-"""Number of processes to try for each write."""
+"""Number of attempts to start a process for each write."""
 
 
 class WriterError(RuntimeError):
@@ -127,7 +128,7 @@ class WriterError(RuntimeError):
 
 
 class NotFiniteStateError(WriterError):
-    """Raised when the state is not finite, so that no run could resume from it."""
+    """Raised when the state contains NaN or infinity, so that no run could resume from it."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class FileFacts:
 
 @dataclass
 class Written:
-    """Result of a writer: index entries for its tensors, and facts about its files by name."""
+    """Result of a writer process: its tensors' index entries, and facts about its files by name."""
 
     index: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -165,15 +166,15 @@ class PendingSave:
             self._problem = WriterError(f"{self._name} failed: {described(error)}")
 
     def _start(self) -> None:
-        """Fork the process and wait until it runs, replacing a process that does not.
+        """Fork the process and wait until it runs. If it does not start in time, fork another.
 
-        Before Python 3.11.10, a forked process may deadlock before it runs any code, if another
-        thread holds the interpreter's lock (python/cpython#112275).
+        In Python before 3.11.10, a forked process can deadlock on startup if another thread holds
+        the interpreter's lock (python/cpython#112275).
         """
         for _ in range(STARTS):
             self._fork()
             if self._receiver.poll(START_SECONDS):
-                with contextlib.suppress(EOFError, OSError):  # it was killed, which `poll` reports
+                with contextlib.suppress(EOFError, OSError):  # if killed, `poll` reports it
                     self._receiver.recv()
                 return
             self.kill()
@@ -207,7 +208,7 @@ class PendingSave:
         if self.written is None and self._receiver.poll(timeout):
             try:
                 answer = self._receiver.recv()
-            except (EOFError, OSError):  # OSError: in the middle of its answer
+            except (EOFError, OSError):  # OSError: killed while answering
                 answer = "it was killed"
             process = self._process
             assert process is not None
@@ -231,7 +232,7 @@ class PendingSave:
             self._process.join()
 
     def gather(self) -> list[Written]:
-        """Gather the writer results of all ranks, on rank 0 only.
+        """Gather the writer results of all ranks on rank 0.
 
         Collective: all ranks must call this method, after all writers are done.
         """
@@ -239,9 +240,9 @@ class PendingSave:
         return gathered
 
     def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files and the plain values. Only call this on rank 0.
+        """Write the index of all files, and the non-tensor values. Only call this on rank 0.
 
-        Returns facts about every file in the folder. Syncing the new files is up to the caller.
+        Returns the size and digest of every file in the folder. The caller must sync the new files.
         Raises OSError.
         """
         write_plain(self.folder / PLAIN_FILE, self._plain)
@@ -255,7 +256,7 @@ class PendingSave:
 def _write_all(
     sender: Connection, receiver: Connection, folder: Path, planner: StatePlanner, plan: SavePlan
 ) -> None:
-    """Write all files in the writer process. Send back None at the start, then a `Written`, an
+    """Write all files in the writer process. Send None on startup and, when done, a `Written`, an
     exception or an error message."""
     receiver.close()
     # Signals are handled by the training process; only SIGKILL stops the writer process.
@@ -270,14 +271,14 @@ def _write_all(
         answer = error
     except Exception as error:
         answer = reason(error, folder)
-    with contextlib.suppress(BrokenPipeError):  # useless if the training process is gone
+    with contextlib.suppress(BrokenPipeError):  # fails if the training process is gone
         sender.send(answer)
         sender.close()
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Return the message of the OSError that caused `error` or, failing that, the last line of
-    `error`.
+    """Return the message of the OSError that caused `error`, or the last line of `error` if there
+    is none.
 
     torch's own message only says that a file is too short.
     """
@@ -301,7 +302,8 @@ def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
             place = [a + b for a, b in zip(first, item.index.offset or (), strict=True)]
             raise NotFiniteStateError(f"{item.index.fqn}{place} is not finite")
     storage = StateWriter(folder)
-    # torch names files after the position of the plan in this list, here the rank.
+    # torch names each file after its plan's position in this list, so this position must be the
+    # rank.
     plans = storage.prepare_global_plan([*[SavePlan([])] * dist.get_rank(), plan])
     index = storage.write_data(plans[-1], planner).wait()
     names = sorted({result.storage_data.relative_path for result in index})
@@ -316,7 +318,7 @@ def file_facts(path: Path) -> FileFacts:
 
 
 def write_plain(path: Path, value: object) -> None:
-    """Write plain values and tensors that `torch.load` can read with weights_only.
+    """Write `value`, made of plain values and tensors, for `torch.load` with weights_only.
 
     Raises OSError on a full disk, unlike torch's own writer, which raises other errors.
     """
@@ -335,8 +337,9 @@ def start_save(
     """Start saving model and optimizer state to `folder`, which must be empty.
 
     Collective: all ranks must call this function. When it returns, this rank's part has been
-    copied. `extra` holds additional plain values to save, the same on every rank. `planner` is
-    shared by all saves of a model. Raises OSError on rank 0 if the folder is not writable.
+    copied. `extra` holds additional non-tensor values to save, which must be the same on every
+    rank. `planner` is shared by all saves of a model. Raises OSError on rank 0 if the folder is not
+    writable.
     """
     model.wait_for_weights()
     plan = planner.stage(sharded_state(model, optimizer))
@@ -347,7 +350,7 @@ def start_save(
 def first_rank(call: Callable[[], Result]) -> Result:
     """Run `call` on rank 0 and return its result on every rank.
 
-    Exceptions raised by `call` are reraised on every rank, OSError as WriterError.
+    Exceptions raised by `call` are reraised on every rank. OSError is reraised as WriterError.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -1,7 +1,7 @@
-"""Collectives for training, which count bytes sent and name the collective in errors.
+"""Collectives for training that count the bytes sent and name the failed collective in errors.
 
-`Agreement` reduces host values across ranks during training, such as stop requests and the status
-of checkpoint writers. It uses a CPU process group, so it never synchronizes with the device.
+During training, `Agreement` reduces host values, such as stop requests and the status of checkpoint
+writers, across ranks. It uses a CPU process group, so it never synchronizes with the device.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def named(kind: str) -> Iterator[None]:
 
 
 PATIENCE: Final = 5.0
-"""Time limit in seconds, after one rank's error, for all ranks in the same collective to fail."""
+"""Seconds within which a collective that fails on one rank must also fail on all other ranks."""
 
 
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
@@ -100,11 +100,12 @@ class Pending:
 
 
 CommVolume = Counter[str]
-"""Bytes sent by this rank, by kind of collective, assuming ring algorithms."""
+"""Bytes sent by this rank for each kind of collective, assuming ring algorithms."""
 
 
 def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start a reduce-scatter of `flat` over the axis, in place into this rank's shard.
+    """Start a reduce-scatter of `flat` over the axis. The result overwrites this rank's shard of
+    `flat`.
 
     All shards have the same size. Returns the pending collective, or None if the axis has one rank.
     """
@@ -142,7 +143,7 @@ def all_to_all(
     """Run an all-to-all and return the received elements, in rank order.
 
     `send` contains `send_counts[r]` elements for each rank r, and `receive_counts[r]` elements are
-    received from it.
+    received from rank r.
     """
     received = send.new_empty(sum(receive_counts))
     comm_volume[kind] += (send.numel() - send_counts[axis.rank]) * send.element_size()
@@ -160,7 +161,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
 
 
 def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """All-gather a picklable `value`, in rank order. Slow."""
+    """All-gather a picklable `value`, and return all values in rank order. Slow."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with named("exchange of plain values"):
         dist.all_gather_object(values, value, group=group)
@@ -173,7 +174,7 @@ def found_by_any(findings: Iterable[Value]) -> list[Value]:
 
 
 def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Gather a picklable `value` on rank 0, in rank order. Other ranks get []. Slow."""
+    """Return the values of all ranks in rank order, on rank 0 only; other ranks get []. Slow."""
     first = dist.get_rank() == 0
     values: list[Any] = [None] * dist.get_world_size() if first else []
     with named("exchange of plain values"):
@@ -234,7 +235,7 @@ class Agreement:
         return result
 
     def gather(self, figures: Sequence[float]) -> Tensor:
-        """Return the `figures` of all ranks as float64 `[ranks, figures]`."""
+        """Return the `figures` of all ranks as a float64 tensor `[ranks, figures]`."""
         local = torch.tensor(list(figures), dtype=torch.float64)
         return torch.stack(gather(local, self.group, "figures of all ranks"))
 

@@ -3,7 +3,7 @@
 Megatron-core unconditionally calls `torch.cuda` for the current device, streams and events. Its
 schedules create one tensor on the hard-coded device "cuda", and its RNG state tracker needs a CUDA
 generator. PyTorch's CPU backend has no-op counterparts for these functions. On hosts with CUDA,
-only code that fails without Transformer Engine is patched, so training calls `prepare_megatron` and
+only code that fails without Transformer Engine is patched. Training calls `prepare_megatron` and
 `schedule_devices` on every host.
 """
 
@@ -69,7 +69,7 @@ def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
 @functools.cache
 def widen_linears() -> None:
-    """Make Megatron's linear layers run their matmuls in `in_float32`, forward and backward."""
+    """Route the matmuls of Megatron's linear layers through `in_float32`, forward and backward."""
     from megatron.core.tensor_parallel import layers
 
     def widened(function: Callable[..., Any]) -> Any:

@@ -118,7 +118,7 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
 
 
 def uneven_stages(layers: int, layout: Layout) -> list[int]:
-    """Return the number of layers per pipeline stage, for a layout that sets that of the first or
+    """Return the number of layers in each pipeline stage, for layouts that set it for the first or
     last stage.
 
     Raises ValueError if the remaining layers cannot be split equally among the other stages.
@@ -134,7 +134,7 @@ def uneven_stages(layers: int, layout: Layout) -> list[int]:
     rest = layers - (first or 0) - (last or 0)
     if rest < middle or (middle and rest % middle) or (not middle and rest):
         raise ValueError(
-            f"{layers} layers minus {first or 0} on the first and {last or 0} on the last stage "
+            f"{layers} layers minus {first or 0} on the first stage and {last or 0} on the last "
             f"must divide into equal, nonzero parts for {middle} other stages, got {rest} layers"
         )
     shared = [rest // middle] * middle if middle else []
@@ -158,7 +158,7 @@ def initialize(
     device_type: Literal["cuda", "cpu"] | None = None,
     agree: Callable[[], None] = lambda: None,
 ) -> Groups:
-    """Create the process groups of a layout, using NCCL with one GPU per rank, or gloo.
+    """Create a layout's process groups, using NCCL on GPUs (one GPU per rank) or gloo on CPUs.
 
     `device_type` defaults to "cuda" if available. Without torchrun, the world size is 1.
     Collectives fail if they wait longer than `timeout_seconds` for a rank. Call `shutdown` at the
@@ -200,14 +200,15 @@ def initialize(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
-        create_gloo_process_groups=False,  # only `host` is needed
+        create_gloo_process_groups=False,  # `host` is the only one needed
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
     return _groups(layout, device, host, store, _expert_stage(timeout))
 
 
 def _expert_stage(timeout: datetime.timedelta) -> Axis:
-    """Create the axis of ranks in this pipeline stage that hold the same experts, whole or sharded.
+    """Create the axis of this pipeline stage's ranks that hold the same experts, whole or as
+    shards.
 
     megatron-core orders the ranks of a stage by expert tensor rank, then expert rank, then replica,
     and does not create a group for this axis.

@@ -32,8 +32,8 @@ EMBEDDING = "embedding"
 class Inputs:
     """Sums over tokens for a parameter's inputs A `[inputs, tokens]`.
 
-    gram     A A^T `[inputs, inputs]`; if A is sharded, only this rank's rows until they are
-             gathered by `ActivationWatch.inputs`; for the embedding, token counts `[rows]`
+    gram     A A^T `[inputs, inputs]`. If A is sharded, holds only this rank's rows until
+             `ActivationWatch.inputs` gathers all rows. For the embedding, token counts `[rows]`.
     tokens   number of tokens, `[]`
     cut      ranks that A is sharded across; None if this rank has all of A
     """
@@ -73,9 +73,9 @@ class ActivationWatch:
     ) -> None:
         """Install the hooks.
 
-        With `inputs`, accumulates the inputs to the weights in `layers`, the embedding and the
-        head, and measures the residual stream and the block outputs. With `attention`, records each
-        layer's largest attention score.
+        With `inputs`, accumulates the inputs of the embedding, of the head and of all weights in
+        `layers`, and measures the residual stream and the block outputs. With `attention`, records
+        each layer's largest attention score.
         """
         self.model = model
         self.groups = groups
@@ -100,10 +100,10 @@ class ActivationWatch:
         self._handles.clear()
 
     def inputs(self) -> dict[str, Inputs]:
-        """Return each watched parameter's inputs, summed over the global batch.
+        """Return the `Inputs` of each watched parameter, summed over the global batch.
 
         Collective: all ranks of a stage must call this method. Inputs replicated across
-            tensor-parallel ranks are counted once per rank, in both `gram` and `tokens`.
+        tensor-parallel ranks are counted once per rank, in both `gram` and `tokens`.
         """
         units = {unit.parameter: unit for unit in self.model.units}
         for name, seen in self.seen.items():
@@ -116,9 +116,10 @@ class ActivationWatch:
         return self.seen
 
     def blocks(self) -> dict[str, dict[str, float]]:
-        """Return sizes and scores keyed by layer or "embedding", on the first rank of each stage.
+        """Return activation sizes and attention scores, keyed by layer or "embedding".
 
-        Collective: all ranks of a stage must call this method. Other ranks get an empty dict.
+        Collective: all ranks of a stage must call this method. Returns an empty dict on ranks other
+        than the stage's first.
         """
         stage = self.groups.dense.stage
         figures: dict[str, dict[str, float]] = {}
@@ -203,13 +204,13 @@ class ActivationWatch:
     def _measure(
         self, module: torch.nn.Module, place: str, name: str, *, inputs: bool = False
     ) -> None:
-        """Measure the output or the input of `module`."""
+        """Measure the output of `module` or, with `inputs`, its input."""
         zeros = [torch.zeros((), dtype=torch.float64, device=self.groups.device) for _ in range(3)]
         size = self.sizes[place, name] = Size(*zeros)
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
             if inputs and len(args) > 1:
-                return  # two terms; the norm is called again with their sum
+                return  # given two terms, the norm calls itself again with their sum
             seen = first(args, kwargs) if inputs else output
             if torch.is_grad_enabled():
                 size.add(seen[0] if isinstance(seen, tuple) else seen)
@@ -236,7 +237,8 @@ def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
 
 
 def add_gram(inputs: Inputs, seen: Tensor) -> None:
-    """Add the product of this rank's inputs `seen` `[..., inputs]` with the inputs of all ranks."""
+    """Add to `gram` the product of this rank's inputs `seen` `[..., inputs]` and all ranks'
+    inputs."""
     seen = seen.reshape(-1, seen.shape[-1])
     inputs.tokens += len(seen)
     for part in seen.split(CHUNK):
@@ -246,7 +248,7 @@ def add_gram(inputs: Inputs, seen: Tensor) -> None:
 
 
 def count_tokens(inputs: Inputs, seen: Tensor) -> None:
-    """Count the tokens `seen` `[b, s]`."""
+    """Add the tokens `seen` `[b, s]` to the token counts."""
     flat = seen.flatten()
     # Integer sums are exact in any order; bincount would cause a host sync.
     inputs.gram.scatter_add_(0, flat, torch.ones_like(flat, dtype=inputs.gram.dtype))

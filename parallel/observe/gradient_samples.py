@@ -28,7 +28,7 @@ class GradientSamples:
             model: model whose gradients are observed.
             groups: the model's process groups.
             microbatches: micro-batches per step on each rank.
-            samples: number of samples, at most the number of micro-batches in the global batch.
+            samples: number of samples; capped at the number of micro-batches in the global batch.
         """
         self.count = min(samples, microbatches * groups.data.size)
         self.first = groups.data.rank * microbatches
@@ -42,7 +42,7 @@ class GradientSamples:
         self.model = model
         model.sum_in_products(False)
         for part in self.parts:
-            part.reducer.observe = self._observe  # replaces any samples never read
+            part.reducer.observe = self._observe  # drops any samples never read
 
     def _observe(self, name: str, gradient: Tensor) -> None:
         if name not in self.matrices:
@@ -55,7 +55,7 @@ class GradientSamples:
         """Return the float64 inner products `[samples, samples]` of each unit's gradients.
 
         Collective: all ranks of a stage must call this method. Every rank that holds a part of a
-            unit gets the unit's products. Frees the samples.
+        unit gets the unit's inner products. Frees the samples.
         """
         products: dict[str, Tensor] = {}
         self.model.sum_in_products(self.model.sums_in_products)

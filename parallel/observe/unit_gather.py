@@ -1,10 +1,10 @@
-"""Gathers whole matrices of weights, gradients and updates, each on one rank, for inspection.
+"""Gathers each whole weight, gradient and update matrix on one rank for inspection.
 
-The singular values of a matrix cannot be computed from those of its pieces. Therefore each matrix
+The singular values of a matrix cannot be computed from those of its shards. Therefore each matrix
 is gathered on a single rank, its inspection rank. Any sharded tensor can be gathered. Matrices are
-sent as in a step, but in their own dtype, and in rounds sized to fit each rank's memory. All
-matrices of a parameter share an inspection rank, so that only this rank needs the parameter's input
-activations.
+sent as in an optimizer step, but in their own dtype and in rounds that fit in each rank's memory.
+All matrices of a parameter share an inspection rank, so that only this rank needs the parameter's
+input activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ from spectral.sharded.placement import longest_processing_time
 
 
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
-    """Assign each parameter's matrices to an inspection rank, one of the `ranks` of a stage.
+    """Assign each parameter's matrices to one of a stage's `ranks` ranks, their inspection rank.
 
-    `units` are the units of each tensor-parallel rank. Parameters are assigned in order of
+    `units[i]` are the units of tensor-parallel rank i. Parameters are assigned in order of
     descending cost, each to the least loaded rank so far.
     """
     costs: dict[str, int] = {}
@@ -45,8 +45,8 @@ def inspection_rounds(
 ) -> list[dict[str, int]]:
     """Split the matrices of a stage into rounds. A round maps unit names to inspection ranks.
 
-    All matrices of a round are in one bucket. On each rank, a round has at most `elements` elements
-    or a single matrix. For the other arguments, see `inspection_ranks`.
+    All matrices of a round are in one bucket. In a round, each rank receives at most `elements`
+    elements, or a single larger matrix. For the other arguments, see `inspection_ranks`.
     """
     places = inspection_ranks(units, ranks)
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
@@ -54,9 +54,8 @@ def inspection_rounds(
     chunks: list[dict[str, int]] = []
     for members in buckets.values():
         rounds: list[dict[str, int]] = []
-        last: dict[
-            int, tuple[int, int]
-        ] = {}  # by rank: index of the last round, and elements in it so far
+        # By rank: the index of its last round, and the number of elements in that round so far.
+        last: dict[int, tuple[int, int]] = {}
         # Matrices of the same shape are inspected together if they fit in one round.
         for unit in sorted(members, key=lambda u: (u.shape, u.name)):
             rank = places[unit.parameter]
@@ -72,7 +71,7 @@ def inspection_rounds(
 
 
 MOMENTUM: Final = "momentum"
-"""Key of the momentum in the state of every rule that has one."""
+"""Key of the momentum in the state of rules with momentum."""
 Shards = list[list[Tensor]]
 """This rank's shards of weight-shaped tensors, by domain and bucket."""
 
@@ -81,7 +80,7 @@ Shards = list[list[Tensor]]
 class Inspection:
     """Whole matrices of the same shape on their inspection rank.
 
-    matrices   gathered `[units, rows, cols]`, by array name
+    matrices   the gathered matrices `[units, rows, cols]` of each array, by the array's name
     """
 
     units: list[Unit]
@@ -92,7 +91,7 @@ class Inspection:
 class Snapshot:
     """Snapshot of the weights.
 
-    shards   master shards; PC(W) for PC layers
+    shards   master shards; for PC layers, shards of PC(W)
     whole    W `[rows, cols]` of the PC layers owned by this rank, by unit name
     """
 
@@ -114,7 +113,7 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
-    """Return the current gradient shards, or copies of them with `copy`.
+    """Return the current gradient shards or, with `copy`, copies of them.
 
     Before the optimizer step, a PC layer's gradient is with respect to PC(W).
     """
@@ -144,11 +143,11 @@ def momenta(optimizer: DistributedOptimizer) -> Snapshot:
 
 
 class UnitGather:
-    """Gathers whole matrices across this rank's pipeline stage, for all domains, as planned up
-    front."""
+    """Gathers the whole matrices of all domains in this rank's pipeline stage."""
 
     def __init__(self, optimizer: DistributedOptimizer, elements: int) -> None:
-        """Plan the gathers. A rank inspects at most `elements` elements or one matrix at a time."""
+        """Plan the gathers. At a time, a rank inspects at most `elements` elements or one larger
+        matrix."""
         self.plans = []
         for index, domain in enumerate(optimizer.domains):
             stage, units = domain.domain.stage, domain.model.stage_units
@@ -164,7 +163,7 @@ class UnitGather:
     def inspections(self, arrays: Mapping[str, Shards]) -> Iterator[Inspection]:
         """Gather every matrix and yield this rank's matrices, stacked by shape.
 
-        `arrays` are the shards to gather, by name. Collective: all ranks of the stage must call
+        `arrays` maps names to the shards to gather. Collective: all ranks of the stage must call
         this method. Requesting the next inspection frees the matrices of the previous one.
         """
         for index, bucket, stacks, exchange in self.plans:

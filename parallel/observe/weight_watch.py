@@ -25,8 +25,8 @@ SHOWN = 8
 def bit_hash(value: Tensor) -> Tensor:
     """Hash the bits of a tensor to a 0-d int64 tensor.
 
-    The hash is the sum over elements, modulo 2^64, of the element's bits times an odd number
-    derived from its position. Tensors that differ in exactly one element never collide.
+    The hash is the sum, modulo 2^64, of each element's bits times an odd number derived from the
+    element's position. Tensors that differ in exactly one element never collide.
     """
     bits = value.detach().contiguous().view(-1).view(INTEGERS[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=value.device)
@@ -40,7 +40,7 @@ def bit_hash(value: Tensor) -> Tensor:
 
 
 def check_replicas(model: ParallelModel) -> None:
-    """Raise DisagreementError on every rank unless replicated weights are bitwise equal.
+    """Raise DisagreementError on every rank if replicated weights are not bitwise equal.
 
     The error names the parameters and buffers that differ.
     """
@@ -78,7 +78,8 @@ def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
     if axis is None or axis.size == 1 or not tensors:
         return []
     hashes = torch.stack([bit_hash(value) for value in tensors.values()])
-    # Reverse the order by complement, not negation: the smallest integer cannot be negated.
+    # Get the minimum as the complement of a maximum of complements. Negation would not work,
+    # because the smallest integer cannot be negated.
     bounds = torch.stack([hashes, ~hashes])
     largest, turned = all_reduce_(bounds, axis, CommVolume(), "hashes of copies", MAX)
     same = (largest == ~turned).tolist()
@@ -86,13 +87,14 @@ def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
 
 
 CHUNK = 1 << 14
-"""Number of elements per sum: the granularity at which changes are located."""
+"""Number of elements per checksum: the granularity at which changes are located."""
 
 
 def chunk_sums(flat: Tensor) -> Tensor:
-    """Sum the bits of every `CHUNK` elements of `flat` `[numel]`: int64 `[ceil(numel / CHUNK)]`.
+    """Return the sum of the elements' bits for each chunk of `CHUNK` elements of `flat` `[numel]`.
 
-    Sums are modulo 2^64, so a single bit flip always changes the sum.
+    The sums are int64 `[ceil(numel / CHUNK)]`, modulo 2^64, so a single bit flip always changes a
+    sum.
     """
     bits = flat.detach().view(INTEGERS[flat.element_size()])
     whole = bits.numel() // CHUNK * CHUNK
@@ -116,7 +118,8 @@ class _Watched:
     first: int = 0
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
-        """Yield the weights that overlap a changed chunk. `same` yields one flag per chunk."""
+        """Yield the names of weights that overlap a changed chunk. `same` yields a flag per
+        chunk."""
         last = self.first + self.flat.numel()
         for start in range(self.first, last, CHUNK):
             if next(same):
@@ -130,12 +133,12 @@ class _Watched:
 class WeightWatch:
     """Checksums of all weights on one rank, computed after each step and verified before the next.
 
-    They cover the parameters, this rank's master shards, and the weights of the matrices owned by
-    this rank. Each step reads all of these weights twice and waits for the new weights.
+    The checksums cover the parameters, this rank's master shards, and the weights of the matrices
+    that this rank owns. Each step reads all of these weights twice and waits for the new weights.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
-        """Watch the weights of `optimizer`, starting with the first `note`."""
+        """Watch the weights of `optimizer`, starting at the first call of `note`."""
         self.optimizer = optimizer
         self.sums: list[Tensor] = []
         self.changed: list[Tensor] = []

@@ -1,7 +1,7 @@
 """The distributed optimizer: every matrix is updated by its owner rank, once per step.
 
 Elementwise state is sharded evenly across ranks. domain_optimizer.py describes a step. Dense
-parameters and experts are separate domains, replicated across different ranks.
+parameters and experts are separate domains, because they are replicated across different ranks.
 
 `Update` clips and steps in one call, which can be captured as a single CUDA graph on a GPU. NCCL
 collectives can only be captured if all ranks capture the same ones, so every rank calls `Update`
@@ -91,8 +91,8 @@ class DistributedOptimizer:
     def add_penalty(self, *, enabled: bool, measured: bool) -> PenaltyFigures | None:
         """Add the Gram penalty's gradient to the loss gradient if `enabled`.
 
-        Call this once per step, after the backward pass and before `clip`. If `measured`, it
-        returns the penalty metrics, which requires a collective and a host sync.
+        Call this once per step, after the backward pass and before `clip`. If `measured`, returns
+        the penalty metrics, which requires a collective and a host sync.
         """
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
@@ -110,7 +110,8 @@ class DistributedOptimizer:
         """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
         If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool tensor, is True if
-        this rank allows the step. The returned `active` is True only if all ranks do.
+        this rank allows the step. The returned `active` is True only if the norm is finite and all
+        ranks allow the step.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -149,7 +150,8 @@ class DistributedOptimizer:
         """Update every unit once.
 
         `factor` scales each unit's peak learning rate. If `active`, a 0-d bool tensor, is False,
-        nothing changes, bit for bit. If it is True, gradients must be finite (see `clip`).
+        all weights and state remain bitwise unchanged. If it is True, gradients must be finite (see
+        `clip`).
         """
         self.model.wait_for_weights()
         rate = cache(lambda peak: peak * factor)  # units with equal peak rates share a tensor
@@ -165,12 +167,13 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def guard_pc(self) -> tuple[Tensor, Tensor]:
-        """Return the largest normalised singular values and the gammas, both `[units]`, of the PC
-        layers owned by this rank or evaluated in its graph.
+        """Return each PC layer unit's largest normalised singular value and its gamma, both
+        `[units]`.
 
-        Correct values are in [0, 1.1]. Tracked singular vectors that do not belong to the largest
-        singular value are replaced. Only call this on logging steps, because it costs about fifty
-        passes over the weights.
+        Covers the PC layers that this rank owns or evaluates in its graph. Correct singular values
+        are in [0, 1.1]. Tracked singular vectors that do not belong to the largest singular value
+        are replaced. Only call this on logging steps, because it costs about fifty passes over the
+        weights.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
@@ -181,18 +184,17 @@ class DistributedOptimizer:
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
-        """Yield each matrix owned by this rank with its rule's last report, a dict of 0-d
-        tensors."""
+        """Yield (unit, last report of its rule) for each matrix that this rank owns. A report is a
+        dict of 0-d tensors."""
         for stack in self.stacks:
             for i, unit in enumerate(stack.units):
                 yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def refused(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, refused) for each part on this rank. `refused` is a 0-d tensor: 1 if the
-        last update was refused, 0 otherwise.
+        """Yield (name, refused) for each owned matrix and each elementwise region on this rank.
 
-        A part is a matrix, or a shard range updated by an elementwise rule. Parts whose rule does
-        not report refusals are omitted.
+        `refused` is a 0-d tensor: 1 if the last update was refused, 0 otherwise. Matrices and
+        regions whose rule does not report refusals are omitted.
         """
         for unit, report in self.reports():
             if "refused" in report:  # missing before a stack's first step
@@ -229,7 +231,7 @@ def build_optimizer(
 
     Args:
         model: this rank's part of the model.
-        assign: rule, rates and penalty of each unit.
+        assign: function that returns a unit's rule, rates and penalty.
         placement: strategy for choosing owners.
         overlap_gather: whether `step` returns before new weights have arrived.
         tensor_mode: see `TensorMode`.
@@ -271,7 +273,7 @@ def check_agreement(plan: object, stage: Axis) -> None:
 
 
 class Update:
-    """Updates all weights once: gradient norm, clipping, decision whether to step, and step."""
+    """Computes the gradient norm, clips, decides whether to step, and updates all weights once."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
         """Prepare the update. For `max_norm`, see `DistributedOptimizer.clip`."""
@@ -283,7 +285,7 @@ class Update:
         """Clip, step, and return the norm before clipping.
 
         `factor` scales every unit's peak learning rate. Weights are only updated if the norm is
-        `active`: it is finite, and `sound`, a 0-d bool tensor, is True on all ranks.
+        finite and `sound`, a 0-d bool tensor, is True on all ranks.
         """
         if not isinstance(factor, Tensor):  # float32, to match the rates of a captured step
             factor = torch.full((), factor, device=self.device)
@@ -336,13 +338,13 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
     """Raise ValueError, stating the reason, if a step cannot be captured as a CUDA graph."""
     if optimizer.overlap_gather:
         raise ValueError(
-            "overlap_gather must be False with cuda_graph, because the graph includes the "
-            "all-gather, got True"
+            "overlap_gather must be False with cuda_graph, got True: the graph includes the "
+            "all-gather"
         )
     for stack in optimizer.stacks:
         waits = stack.rule.waiting_field
         if waits is not None:
             raise ValueError(
                 f"{waits} of rule {stack.assigned.rule_name} must be False "
-                "with cuda_graph, because it synchronizes host and device, got True"
+                "with cuda_graph, got True: it synchronizes host and device"
             )

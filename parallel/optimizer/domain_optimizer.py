@@ -1,10 +1,10 @@
-"""The distributed optimizer for one domain: evenly sharded state, and owned units.
+"""The distributed optimizer for one domain, with evenly sharded state and owned matrices.
 
 A step processes the step groups in forward order. For each group, `step_regions` first applies
 elementwise rules to this rank's shards and replaces matrix gradients with momentum. Then
 `step_matrices` sends sharded matrices to their owners. Each owner updates its units in stacks of
 the same shape and sends the updates back. The all-gather of the group's new weights overlaps with
-the next step group. The rules in `spectral.rules` are used as they are.
+the next step group. The rules in `spectral.rules` are used unchanged.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,9 +63,9 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, updated and all-gathered together.
 
-    kept   weights `[elements]` of owned units not fully contained in this rank's shard, by name;
-           they stay equal to the master weights on other ranks, because all ranks add the same
-           updates
+    kept   weights `[elements]`, by name, of the owned units that this rank's shard does not fully
+           contain; they remain equal to the other ranks' master weights, because all ranks add the
+           same updates
     """
 
     buckets: tuple[int, ...]
@@ -110,7 +110,7 @@ class DomainOptimizer:
         Args:
             model: the domain's parameters.
             parameters: the model's parameters by name.
-            assign: rule, rates and penalty of each unit.
+            assign: function that returns a unit's rule, rates and penalty.
             transfers: owner and parts of every owned unit, the same on all ranks of the stage.
             options: number of step groups, and dtypes.
         """
@@ -281,11 +281,11 @@ class DomainOptimizer:
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
-    """Replace new weights with the updates to send, and add these to the weights kept by owners.
+    """Overwrite new weights with the updates to send, and add the updates to the owners' copies.
 
-    `pairs` has the new and the kept weight of each unit. Rules update weights in place, so an
-    update is the new weight minus the kept weight. If `wire` is given, updates are rounded to this
-    dtype before they are added and sent.
+    `pairs` has the new weight and the owner's copy of the old weight for each unit. Rules update
+    weights in place, so an update is the new weight minus the old one. If `wire` is given, updates
+    are rounded to this dtype before they are added and sent.
     """
     if not pairs:
         return

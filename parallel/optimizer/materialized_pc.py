@@ -1,11 +1,11 @@
-"""PC layers with no per-micro-batch overhead: the model's parameter is PC(W), the owner stores W.
+"""PC layers with no per-micro-batch overhead: the parameter is PC(W), and its owner stores W.
 
 PC(W) is independent of the data, so each unit's owner computes it once per optimizer step. The
-gradient of PC(W) is accumulated over micro-batches and reduced across ranks like any other. It is
-then sent to the owner, which multiplies it by the transposed Jacobian of the map, and updates W and
-gamma. The new PC(W) is sent back to the shards, and the usual all-gather distributes it to all
-ranks. The model code is unchanged. Source of the map: "PC Layer: Polynomial Weight Preconditioning
-for Improving LLM Pre-Training", algorithms 1 and 3.
+gradient of PC(W) is accumulated over micro-batches and reduced across ranks like any other
+gradient. It is then sent to the owner, which multiplies it by the transposed Jacobian of the map,
+and updates W and gamma. The new PC(W) is sent back to the shards, and the usual all-gather
+distributes it to all ranks. The model code is unchanged. Source of the map: "PC Layer: Polynomial
+Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ from spectral.sharded.exchange import unpacked
 from spectral.stepping import Units, accumulate_, step_units
 
 CHUNK_NUMEL = 2**24
-"""Maximum number of weight elements to map at a time, to bound scratch memory."""
+"""Maximum number of elements of PC(W) to compute at a time, to bound scratch memory."""
 
 
 class MaterializedStack(OwnedStack):
-    """Preconditioned units with the same shape and rule, with W and the rule's state.
+    """A stack of preconditioned units with the same shape and rule, with its W and rule state.
 
     Attributes:
         pc: the map from W to PC(W), and the rule for gamma.
@@ -90,7 +90,7 @@ class MaterializedStack(OwnedStack):
     def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
         """Replace dL/dPC(W) with dL/dW in place, and store dL/dgamma.
 
-        `gradients[name]` `[elements]` holds the flattened pieces of a unit.
+        `gradients[name]` `[elements]` holds the flattened pieces of the gradient of unit `name`.
         """
         for part in self._chunks():
             result = self.pc.preconditioner.vjp(
@@ -106,7 +106,7 @@ class MaterializedStack(OwnedStack):
     def step(
         self, gradients: Mapping[str, Tensor], rate: Callable[[float], Rate], active: Tensor
     ) -> None:
-        """Update W and gamma with their gradients, then u and v for the new W."""
+        """Update W and gamma with their gradients, and then update u and v for the new W."""
         step, pc = self.assigned.step(rate, active), self.pc
         (self.report,) = step_units(self.rule, [_SteppedWeights(self, gradients, step)])
         if pc.gamma_rule is not None:
@@ -131,7 +131,7 @@ class MaterializedStack(OwnedStack):
         return torch.cat(parts)
 
     def effective(self) -> Iterator[tuple[UnitTransfer, Tensor]]:
-        """Yield each unit with PC(W) `[rows, cols]`."""
+        """Yield (transfer, PC(W) `[rows, cols]`) for each unit."""
         for part in self._chunks():
             stack = self.pc.preconditioner.effective(
                 self.weight[part], self.u[part], self.v[part], self.gamma[part, 0]
@@ -152,7 +152,7 @@ class MaterializedStack(OwnedStack):
 
 
 class _SteppedWeights(Units):
-    """The weights W of a stack, updated in place with `gradients`, given by unit name."""
+    """The weights W of a stack, updated in place. `gradients` maps unit names to gradients of W."""
 
     def __init__(
         self, owned: MaterializedStack, gradients: Mapping[str, Tensor], step: Step
@@ -162,7 +162,7 @@ class _SteppedWeights(Units):
         self.owned, self.gradients, self.step = owned, gradients, step
 
     def take(self, part: slice) -> Stack:
-        """Return views of W and the state, with the momentum."""
+        """Return views of W and of the state, and the momentum."""
         owned, gradient = self.owned, self.owned.stacked(part, self.gradients)
         state = {name: value[part] for name, value in owned.state.items()}
         accumulate_(owned.rule, [gradient], [state], self.step.active)
@@ -182,7 +182,7 @@ class MaterializedUnits:
         model: DomainModel,
         options: StepOptions,
     ) -> None:
-        """Plan the exchange of units in `transfers`, and copy W from the master weights to owners.
+        """Plan the exchange of the units, and copy W from the master weights to the owners.
 
         Gradients are sent to owners in `options.exchange_dtype`, by default in their own dtype.
         PC(W) is sent in the parameter dtype, so that it is the same on all ranks.
@@ -251,8 +251,8 @@ class MaterializedUnits:
             for transfer, effective in stack.effective():
                 finite.append(effective.isfinite().all())
                 if transfer.is_local:
-                    # Round local values to the parameter dtype, like the ones sent, so that results
-                    # do not depend on the placement.
+                    # Values are sent in the parameter dtype. Round local values to it too, so that
+                    # results do not depend on the placement.
                     piece = effective.to(some.dtype).reshape(-1)
                     for part in transfer.targets:
                         target, new = part.of(masters), narrowed(piece, part.whole)

@@ -77,16 +77,17 @@ class Streams:
             stream.wait_event(began)
             with torch.cuda.stream(stream):
                 yield item
-        # A stream without items is not part of a capture, which must not wait for it.
+        # A stream without items is not part of a graph capture, and the capture must not wait for
+        # it.
         for stream in self.streams[:used]:
             current.wait_stream(stream)
 
 
 class StackMemory:
-    """Memory for unit pieces, with one block per stack.
+    """Memory for the pieces of units, allocated as one block per stack.
 
     Attributes:
-        pieces: a view `[elements]` for each unit, by name.
+        pieces: views `[elements]` of the blocks, one for each unit, by unit name.
     """
 
     def __init__(
@@ -110,8 +111,7 @@ class StackMemory:
         return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
 
     def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
-        """Copy the matrices in `stack` to their pieces, unless `stack` is already a view of
-        them."""
+        """Copy the matrices in `stack` to their pieces, unless `stack` is a view of the pieces."""
         if not all(transfer.in_order for transfer in transfers):
             cut_all_(transfers[part], stack, self.pieces)
 
@@ -130,7 +130,8 @@ class OwnedStack:
 
     Attributes:
         transfers: transfers of the units, in stack order.
-        assigned: assignment of the first unit; those of other units may only differ in the penalty.
+        assigned: assignment of the first unit; the other assignments may only differ in the
+            penalty.
         state: the rule's state, tensors `[batch, ...]`.
         report: metrics of the last step.
     """
@@ -166,7 +167,7 @@ def owned_stacks(
 ) -> list[OwnedStack]:
     """Group the transfers into stacks without state.
 
-    The units of a stack have the same shape, rule, rates and map to effective weights.
+    All units of a stack share a shape, a rule, rates, and the map to effective weights.
     """
 
     def kind(transfer: UnitTransfer) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """The gradient of the Gram penalty, added to the loss gradient once per step.
 
-The penalty's gradient only depends on the weight. The unit's owner computes it from the parameter,
-which every data-parallel rank stores (the effective weight for PC layers). Like an update, the
+The penalty's gradient only depends on the weight. The unit's owner computes it from the parameter
+(for PC layers, the effective weight), which every data-parallel rank stores. Like an update, the
 gradient is sent to the ranks whose shards hold the unit's gradient. The gradient norm, clipping and
 the step then use the sum of both gradients.
 """
@@ -32,8 +32,7 @@ SUMS = 5
 class PenaltyFigures:
     """The penalty over all units in one step.
 
-    value                coefficient times the sum of the penalties, in nats per token, like the
-                         loss
+    value                coefficient times the sum of the penalties, in nats per token like the loss
     share                mean over units of ||OffDiag||_F^2 / ||W||_F^4, which is independent of
                          the scale of W
     gradient_norm        norm of the gradient of `value`
@@ -47,7 +46,8 @@ class PenaltyFigures:
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """Compute the metrics from `sums` `[SUMS]` over all ranks. Causes a host sync."""
+        """Compute the metrics from `sums` `[SUMS]`, which are summed over all ranks. Causes a host
+        sync."""
         value, shares, units, squares, loss_squares = sums.tolist()
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
@@ -107,8 +107,8 @@ class PenalisedUnits:
         """Add the penalty's gradient to the gradient shards if `enabled`.
 
         Collective: all ranks of the stage must call this method. If `measured`, returns this rank's
-        sums `[SUMS]` for `PenaltyFigures`: value, shares, units, and the squared norms of the
-        penalty and loss gradients. Otherwise returns None.
+        sums `[SUMS]` for `PenaltyFigures`: the penalty, the shares, the number of units, and the
+        squared norms of the penalty gradient and of the loss gradient. Otherwise returns None.
         """
         shards, some = self.buffers.gradient_shards(), self.buffers.parameters[0]
         sums = torch.zeros(SUMS, dtype=torch.float64, device=some.device) if measured else None

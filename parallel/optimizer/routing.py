@@ -1,4 +1,4 @@
-"""Routing: the rule and rates of each unit, as a table, and the work it causes for its owner."""
+"""Routing: a table with each unit's rule and rates, and the work that each unit's owner must do."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,8 @@ class Penalty:
     normalize: Normalize | None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of the gradient: the smaller Gram matrix and its product with W."""
+        """Return the FLOPs of the gradient, i.e. of the smaller Gram matrix and its product with
+        W."""
         short, long = sorted(shape)
         return 2 * product_flops(short, long, short)
 
@@ -60,7 +61,8 @@ class Assignment:
         rule: the rule with its hyper-parameters.
         lr: peak learning rate of the unit.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        pc: map for a PC layer, whose parameter is PC(W) and whose owner updates W; otherwise None.
+        pc: for PC layers, whose parameter is PC(W) and whose owner updates W, the map from W to
+            PC(W); None for other units.
         penalty: Gram penalty of the weight, added to the loss; None for no penalty.
     """
 
@@ -73,7 +75,8 @@ class Assignment:
     penalty: Penalty | None = None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of one update of a unit of whole-matrix shape `shape`, for placement."""
+        """Return the FLOPs of one update of a unit, for placement. The whole unit has shape
+        `shape`."""
         flops = self.rule.cost(shape)
         flops += 0.0 if self.pc is None else self.pc.preconditioner.cost(shape)
         return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))
@@ -103,7 +106,7 @@ class Route:
 
     Attributes:
         lr: the unit's peak learning rate, including factors for its role and layer.
-        radius, scale: the rule's values for the unit's shape; None if the rule has none.
+        radius, scale: the rule's radius and scale for the unit's shape; None if it has none.
         pc: polynomial of a PC layer; None for other units.
         penalty: coefficient of the Gram penalty; None for no penalty.
     """
@@ -124,8 +127,8 @@ class Route:
 
 
 def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
-    """Return a unit's table row. `owners` maps matrix names to owner ranks, as far as they are
-    known."""
+    """Return a unit's row of the routing table. `owners` maps matrix names to owner ranks and may
+    be incomplete."""
     rule = assigned.rule
     radius = scale = None
     if rule.whole_matrix:
@@ -162,7 +165,8 @@ def level_name(pc: PCAssignment) -> str:
 def unit_work(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, assign: Assign
 ) -> list[Work]:
-    """Return the cost and holders of each owned unit in a stage, sorted by name.
+    """Return the cost of each owned unit in a stage and the ranks that hold it, sorted by unit
+    name.
 
     Args:
         units: units of each tensor-parallel rank in the stage, in rank order.

@@ -1,8 +1,9 @@
-"""Unit transfers, which send pieces of sharded matrices to owners and updates back.
+"""Unit transfers, which send the pieces of sharded matrices to owners and send updates back.
 
-A matrix may be split by tensor parallelism and across data-parallel shard boundaries. Each matrix
-has one owner among the ranks of its pipeline stage. One packed all-to-all sends momentum pieces to
-the owners, and another sends the updates back. Owners store the weights of their matrices.
+A matrix may be split by tensor parallelism and by the boundaries of data-parallel shards. Each
+matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends momentum
+pieces to the owners, and another sends the updates back. Owners store the weights of their
+matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ each rank updates its piece as a separate matrix, which gives different results.
 
 @dataclass(frozen=True)
 class UnitTransfer(Transfer):
-    """Positions of a unit's pieces, and its owner; identical on every rank of a stage.
+    """The owner of a unit and the positions of its pieces, identical on every rank of a stage.
 
     A part maps a range of a bucket shard to a range of the unit's concatenated, flattened pieces.
 
@@ -49,8 +50,8 @@ class UnitTransfer(Transfer):
         return self.pieces == 1 or self.unit.shard_axis == 0
 
     def logical(self, pieces: Tensor) -> Tensor:
-        """View flattened pieces `[elements]` in matrix order, with the sharded axis split in
-        two."""
+        """Return a view of flattened pieces `[elements]` in matrix order, with the sharded axis
+        split into two axes: piece and position within the piece."""
         local = pieces.view(self.pieces, *self.unit.local_axes(self.pieces))
         return local.movedim(0, self.unit.shard_axis or 0)
 
@@ -72,7 +73,7 @@ def plan_transfers(
     Args:
         stage_units: units of each tensor-parallel rank in the stage, in rank order.
         bucket_layout: the stage's layout.
-        owners: rank within the stage, by unit name; units without an entry are omitted.
+        owners: owner's rank within the stage, by unit name; units without an entry are omitted.
     """
     tensor_size = len(stage_units)
     all_tensor_ranks = tuple(range(tensor_size))
@@ -109,7 +110,7 @@ def plan_transfers(
 def shardwise(
     stage_units: Sequence[Sequence[Unit]], matrix: Callable[[Unit], bool]
 ) -> list[list[Unit]]:
-    """Return the units, replacing each sharded matrix by its pieces as separate units.
+    """Return the units, with each sharded matrix replaced by its pieces as separate units.
 
     Only units for which `matrix` returns True are replaced.
     """
@@ -132,7 +133,7 @@ def stage_exchange(
 ) -> Exchange:
     """Plan the exchange of units between the ranks of a stage.
 
-    Bytes are counted as `<kind> in` and `<kind> out`.
+    Sent bytes are counted under the kinds `<kind> in` and `<kind> out`.
     """
     stage = domain.stage
     send = partial(all_to_all, axis=stage, comm_volume=volume)

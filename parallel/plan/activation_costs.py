@@ -1,4 +1,4 @@
-"""Per-rank memory by kind, and the activation memory and traffic of a rank.
+"""A rank's memory by kind, its activation memory, and its activation traffic.
 
 Activation sizes are estimates.
 """
@@ -50,10 +50,10 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
     This is the sum of the activations saved for `in_flight` micro-batches and the temporary memory
     of one micro-batch. Temporary memory is the maximum of two amounts: the head's memory, needed
     until the loss is computed, and a layer's gradients and recomputed activations in its backward
-    pass. The head saves its norm, float32 logits, and logits in the model's dtype. With
-    `loss_chunk`, it needs float32 logits and their softmax for one chunk at a time. With selective
-    recomputation, feed-forward blocks only save tensors of routed experts. With full recomputation,
-    a layer only saves its input.
+    pass. The head saves its norm's input and output, float32 logits, and logits in the model's
+    dtype. With `loss_chunk`, it needs float32 logits and their softmax for one chunk at a time.
+    With selective recomputation, feed-forward blocks only save tensors of routed experts. With full
+    recomputation, a layer only saves its input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens
     itemsize, stream = inputs.dtype.itemsize, shape.stream
@@ -82,14 +82,14 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
 def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> int:
     """Return the number of elements per token that a layer saves for its backward pass.
 
-    Three groups of tensors are counted. First, the inputs and outputs of both norms (only sharded
+    Three groups of tensors are counted. First, the inputs and outputs of both norms (sharded only
     with sequence parallelism). Second, q, k, v, the attention output, rotated q and k, a copy of
     normalised grouped queries, and keys and values from other context ranks. Third, the tensors of
     the gated block: gate, up, the activation, a copy of up, and the product of activation and up
-    (only gate, up and the product if compiled or with a gradient kernel). A shared gate adds the
-    output of the shared experts. All experts of a token, and the token's copies for them, are
-    counted on the token's own rank. Each tensor-parallel rank sends its share of the tokens to
-    experts.
+    (with torch.compile or a gradient kernel, only gate, up and the product). A shared gate adds the
+    output of the shared experts. All of a token's experts, and the copies of the token sent to
+    them, are counted on the token's own rank. Each tensor-parallel rank sends its share of the
+    tokens to experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
     tensor = inputs.tensor
@@ -121,8 +121,8 @@ def _block_copies(shape: StepShape) -> int:
 
 
 def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
-    """Return the per-rank hidden size of a token's feed-forward block in `layer`, or of its routed
-    experts only.
+    """Return the per-rank hidden size of a token's feed-forward block in `layer` or, with
+    `routed_only`, of its routed experts.
 
     Shards of an expert are narrower, but process proportionally more rows.
     """
@@ -150,7 +150,7 @@ def stage_activations(shape: StepShape, stage: int) -> int:
 class Traffic:
     """Bytes of one kind that a rank sends per step, in `calls` collectives.
 
-    across   fraction of the bytes that leave the node
+    across   fraction of these bytes that leaves the node
     """
 
     kind: str
@@ -176,8 +176,8 @@ def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
 
 
 def _tensor(shape: StepShape, stage: int) -> Traffic:
-    """Return the tensor-parallel traffic: all-gathers and reduce-scatters, or all-reduces without
-    sequence parallelism.
+    """Return the tensor-parallel traffic: all-gathers and reduce-scatters with sequence
+    parallelism, otherwise all-reduces.
 
     With sequence parallelism, a column-parallel layer all-gathers its inputs in the forward and
     backward passes, and reduce-scatters their gradients; a row-parallel layer reduce-scatters its
@@ -237,7 +237,7 @@ def _pipeline(shape: StepShape, stage: int) -> Traffic:
 
 
 def _experts(shape: StepShape, stage: int) -> Iterator[Traffic]:
-    """Yield the expert-parallel traffic: tokens and their gradients, to experts and back."""
+    """Yield the expert-parallel traffic: tokens and their gradients, sent to experts and back."""
     moe, inputs, links = shape.model.moe, shape.inputs, shape.links("expert")
     if moe is None or links.size == 1:
         return

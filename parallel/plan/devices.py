@@ -1,9 +1,9 @@
 """GPU types for plans and rehearsals, and a time model for kernel launches and collectives.
 
-Times come from a roofline model with the constants below, not from measurements. It is shared by
-plans, which derive a step's work from its config, and rehearsals, which count the program's
-launches. The time of a launch is the maximum of its bytes divided by the device's copy rate, its
-FLOPs divided by the achievable FLOP/s for such an operation, and the minimum launch time.
+Times come from a roofline model with the constants below, not from measurements. The model is
+shared by plans, which derive a step's work from the config, and rehearsals, which count the
+program's launches. The time of a launch is the maximum of its bytes divided by the device's copy
+rate, its FLOPs divided by the achievable FLOP/s for such an operation, and the minimum launch time.
 """
 
 import re
@@ -120,7 +120,7 @@ SAME_PEAK: Final[Mapping[str, str]] = {
 """Maps a word in CUDA's device name to the key of a device with the same bfloat16 peak."""
 
 SLOWER: Final = {"MIG", "NVL", "PCIe"}
-"""Words in the names of variants with lower FLOP/s."""
+"""Words that occur in the names of device variants with lower FLOP/s."""
 
 
 def device_called(name: str) -> Device | None:
@@ -136,7 +136,8 @@ def device_called(name: str) -> Device | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a device's peak dense bf16 FLOP/s, or None if `device_called` returns None."""
+    """Return a device's peak dense bf16 FLOP/s, or None if `device_called` does not know the
+    device."""
     device = device_called(device_name)
     return None if device is None else device.peak["bf16"]
 
@@ -154,16 +155,17 @@ OLDER_ATTENTION: Final = 0.32
 EXPLICIT_ATTENTION: Final = 0.1
 """Fraction of the peak achieved by attention that computes scores block by block."""
 SYMMETRIC: Final = 0.45
-"""Fraction of the peak achieved by the symmetric matmul Triton kernels, measured on an H200 for
-matrices with at least 4,096 rows, or 32 matrices with 2,048 rows (spectral/kernels/table.json)."""
+"""Fraction of the peak achieved by the Triton kernels for symmetric matmuls, measured on an H200
+for matrices with at least 4,096 rows, and for batches of 32 matrices with 2,048 rows
+(spectral/kernels/table.json)."""
 FACTORS: Final = 0.05
 """Fraction of the peak achieved by Cholesky factorizations and triangular solves with `FACTOR_ROWS`
-rows, measured in float64 in SSO's step on an H200. With fewer rows, it is proportional to the
-number of rows, because columns are processed sequentially."""
+rows, measured in float64 in SSO's step on an H200. With fewer rows, the fraction is proportional to
+the number of rows, because columns are processed sequentially."""
 FACTOR_ROWS: Final = 512
 EIGEN_ROW: Final = 120e-6
-"""Estimated seconds per row of an eigendecomposition (0.25 s for 2,048 rows), which runs many small
-kernels sequentially for its columns."""
+"""Estimated seconds per row of an eigendecomposition (0.25 s for 2,048 rows), which processes the
+columns sequentially with many small kernels."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class Links:
 
     @property
     def per_node(self) -> int:
-        """Number of the group's ranks on one node, at least 1."""
+        """Number of ranks of the group that share a node, at least 1."""
         return max(1, min(self.size, self.device.node_size // self.stride))
 
     @property
@@ -193,7 +195,7 @@ class Links:
 
     @property
     def ends_across(self) -> float:
-        """Fraction of the bytes between the first and last rank that leave a node."""
+        """Fraction of the bytes sent between the group's first and last rank that leaves a node."""
         return float(self.per_node < self.size)
 
     def seconds(self, size: float, across: float, calls: float = 1.0) -> float:

@@ -28,7 +28,7 @@ from spectral.sharded.placement import Placement, place
 
 STEP_COPIES: Final = 6
 """Number of float32 copies of a step group's matrices: momentum, weights, and four for SSO's
-multiplier. Muon needs one or two in place of these four (tests/rehearsal/test_peak_memory.py).
+multiplier. Muon needs one or two instead of these four (tests/rehearsal/test_peak_memory.py).
 """
 
 Owners = Mapping[str, int]
@@ -144,8 +144,8 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: model FLOPs divided by peak FLOPs over the modelled step
-        time."""
+        """Model FLOPs utilization: model FLOPs per step divided by the peak FLOPs possible in the
+        modelled step time."""
         return self.model_flops / (self.time.total * self.peak_flops)
 
     def as_dict(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
 
     Args:
         shape: model, layout, batch and device.
-        assign: rule, rates and penalty of each unit.
+        assign: function that returns a unit's rule, rates and penalty.
         step_flops: forward and backward FLOPs of one step, summed over ranks.
         **unit_options: options passed to the family's `units`.
     """
@@ -345,7 +345,7 @@ class DomainPlan:
         return state
 
     def kept(self, owners: Owners) -> np.ndarray:
-        """Return the bytes of weights kept by each rank as an owner (`StepGroup.kept`)."""
+        """Return the bytes of weights that each rank keeps as an owner (`StepGroup.kept`)."""
         kept = np.zeros(self.inputs.stage_ranks, dtype=np.int64)
         for work in self.stepped:
             unit = self.whole[work.name]
@@ -357,7 +357,8 @@ class DomainPlan:
 
     def transient(self, owners: Owners) -> int:
         """Return the transient memory of a step group in bytes, maximized over groups and ranks."""
-        # Elements owned, and elements sent or received, by each rank: `[step groups, stage ranks]`.
+        # Numbers of elements that each rank owns, and that it sends or receives: `[step groups,
+        # stage ranks]`.
         count = max(self._step_group.values()) + 1
         owned, moved = np.zeros((2, count, self.inputs.stage_ranks), dtype=np.int64)
         for work in self.stepped:

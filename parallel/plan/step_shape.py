@@ -44,7 +44,8 @@ class LayerWeight:
     router: bool
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Return the rows and cols of the piece on one of `tensor` ranks."""
+        """Return the rows and cols of each rank's shard, given a tensor-parallel size of
+        `tensor`."""
         rows, cols = self.rows, self.cols
         return rows // (tensor if self.cut == "rows" else 1), cols // (
             tensor if self.cut == "cols" else 1
@@ -53,7 +54,7 @@ class LayerWeight:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer, with a single routed expert, and the number of vector elements.
+    """The weights of a layer, with only one routed expert, and the size of its vectors.
 
     Gains are replicated. Biases are sharded across tensor-parallel ranks.
     """
@@ -63,13 +64,13 @@ class Layer:
     cut_biases: int
 
     def elements(self, tensor: int) -> int:
-        """Return the number of elements on one of `tensor` ranks, excluding routed experts."""
+        """Return the number of elements on each of `tensor` ranks, excluding routed experts."""
         vectors = self.gains + self.cut_biases // tensor
         return vectors + sum(math.prod(w.local(tensor)) for w in self.weights if not w.expert)
 
     def expert_elements(self, tensor: int) -> int:
-        """Return the number of elements of one routed expert on one of the `tensor` ranks it is
-        sharded across."""
+        """Return the number of elements of one routed expert on each of the `tensor` ranks that
+        share it."""
         return sum(math.prod(w.local(tensor)) for w in self.weights if w.expert)
 
 
@@ -101,7 +102,7 @@ def _kind(model: ModelConfig, layer: int) -> Layer:
 
 
 def _by_parameter(model: ModelConfig, layer: int, tensor: int) -> dict[str, list[Unit]]:
-    """Return a layer's matrices on one of `tensor` ranks, including only the first expert."""
+    """Return a layer's matrices on the first of `tensor` ranks, with only the first expert."""
     matrices = (
         unit
         for unit in _units(model, layer, tensor)
@@ -161,8 +162,8 @@ class PlanInputs(Layout):
         experts.
 
         `units` are the units of each tensor-parallel rank. A domain is replicated or sharded across
-        data x tensor ranks of its inputs. The stage consists of `repeats` such sets of ranks. Rank
-        r of the stage is in set `r // tensor % repeats`.
+        `inputs.data * inputs.tensor` ranks. The stage consists of `repeats` such sets of ranks.
+        Rank r of the stage is in set `r // tensor % repeats`.
         """
         dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
         if dense[0]:

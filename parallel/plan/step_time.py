@@ -18,13 +18,13 @@ from parallel.plan.step_shape import LayerWeight, Replicas, StepShape, layer_wei
 from parallel.storage.bucket_layout import default_step_groups
 
 LAYER_LAUNCHES: Final = 20
-"""Number of kernel launches other than matmuls in a layer's forward pass."""
+"""Number of kernel launches in a layer's forward pass, not counting matmuls."""
 MIXTURE_LAUNCHES: Final = 100
-"""Number of small kernel launches, forward and backward, that sort tokens by expert in an MoE
-layer."""
+"""Number of small kernels launched in the forward and backward pass of an MoE layer to sort tokens
+by expert."""
 STEP_BYTES: Final = 34
-"""Bytes moved by the optimizer per shard element: it reads and writes masters, gradients, momentum,
-and a second moment or a copy in float32, and writes the new weight."""
+"""Bytes moved by the optimizer per shard element: it reads and writes float32 masters, gradients
+and momentum, and a float32 second moment or copy, and it writes the new weight."""
 MATRIX_BYTES: Final = 105
 """Additional bytes per element for whole-matrix rules: momentum, momentum exchange, update."""
 
@@ -51,14 +51,14 @@ class Passes(NamedTuple):
 SINGLE: Final = Passes(22, 26, 20, 5, 34, 19, 55)
 """Passes without fusion: every operation is a separate kernel."""
 COMPILED: Final = Passes(16, 4, 6, 1, 8, 5, 11)
-"""Passes if torch.compile fuses norms with the preceding sums, rotations and activations, and if
+"""Passes if torch.compile fuses rotations, activations, and norms with the preceding sums, and if
 the gradients of queries, keys and values are written as one tensor."""
 
 DISPATCHED: Final = 11
 """Passes over the residual stream per expert selected by a token."""
 ARRIVED: Final = 8
-"""Passes per expert selected by a token to sort received tokens by expert and to restore the order
-of the results, on ranks with several experts."""
+"""Passes, for each expert selected by a token, to sort received tokens by expert and to restore the
+order of the results. Only ranks with several experts need them."""
 SHARED_GATE: Final = 11
 """Passes over the residual stream for the gate of shared experts."""
 ROUTER: Final = 18
@@ -80,7 +80,7 @@ other gradients are accumulated by the wgrad GEMM."""
 STACKED: Final = 8
 """Bytes moved per expert parameter to copy a layer's experts into one stack."""
 FORWARD: Final = 0.4
-"""Fraction of bytes moved in the forward pass."""
+"""Fraction of the bytes that is moved in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class StepTime:
     forward, backward, recompute   computation of all micro-batches
     activations   activation communication
     bubble        time spent waiting for other pipeline stages
-    gradients     exposed reduce-scatter time, and the sum of a tied embedding's gradients
+    gradients     exposed reduce-scatter time, and the time to sum a tied embedding's gradients
     weights       exposed all-gather time
     exchange      exchange of momentum and updates between shards and owners
     optimizer     optimizer step

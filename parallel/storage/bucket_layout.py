@@ -30,8 +30,8 @@ NEGLIGIBLE = 0.01
 """Fraction by which small parameters, such as gains, may push a bucket over its limit."""
 
 STEP_ELEMENTS = 1 << 27
-"""Default limit on elements per rank in a step group, as long as four groups suffice. A step needs
-about 24 bytes of scratch memory per element."""
+"""Default limit on elements per rank in a step group, unless it would require more than four
+groups. A step needs about 24 bytes of scratch memory per element."""
 MOST_STEP_GROUPS = 4
 GOLDEN = 618
 """Fractional part of the golden ratio, in thousandths; its multiples modulo 1 are evenly spread."""
@@ -138,16 +138,15 @@ class BucketLayout:
         return tuple(span for other, span in self.cuts(unit) if other == rank)
 
     def holders(self, unit: Unit) -> dict[int, int]:
-        """Return how many elements of the unit's local piece each data-parallel rank's shard holds,
-        in rank order, omitting ranks with none."""
+        """Return a dict from data-parallel ranks, in order, to the number of elements of the unit's
+        local piece in the rank's shard. Ranks without such elements are omitted."""
         counts: dict[int, int] = {}
         for rank, span in self.cuts(unit):
             counts[rank] = counts.get(rank, 0) + span.length
         return counts
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
-        """Return, for each data-parallel rank, the number of elements in its shard, weighted by
-        unit."""
+        """Return the number of elements in each data-parallel rank's shard, weighted per unit."""
         # Accumulate differences between adjacent ranks, so that the cost per unit is independent of
         # the number of ranks.
         steps = [0] * (self.ranks + 1)
@@ -167,9 +166,10 @@ class BucketLayout:
         return self.buckets[bucket].numel // self.ranks
 
     def step_groups(self, count: int | None) -> list[tuple[int, ...]]:
-        """Return the bucket indices of each of at most `count` step groups, in forward order.
+        """Group the bucket indices into at most `count` step groups and return them in forward
+        order.
 
-        If `count` is None, it is chosen by `default_step_groups`.
+        If `count` is None, `default_step_groups` chooses it.
         """
         chosen = default_step_groups(self.numel // self.ranks) if count is None else count
         return forward_groups(len(self.buckets), chosen)
@@ -217,8 +217,9 @@ class BucketPlanner:
 
     Attributes:
         ranks: data-parallel size.
-        alignment: shard sizes are multiples of this number of elements. It is halved, down to 8,
-            for buckets that would otherwise need more than half a percent of padding.
+        alignment: shard sizes are multiples of this number of elements. The alignment is halved
+            repeatedly, but not below 8, for buckets that would otherwise need more than half a
+            percent of padding.
         parameter_bytes: bytes per all-gathered element.
         preconditioned: returns whether a unit is a PC layer whose owner stores W; only used for
             parameters narrower than float32, because wider ones need no master weights.
@@ -246,7 +247,7 @@ class BucketPlanner:
         return BucketLayout(self.ranks, tuple(buckets))
 
     def _bucket(self, index: int, sizes: dict[str, int], stepped_by_owners: bool) -> Bucket:
-        """Lay out parameters by their sizes, given in backward order."""
+        """Lay out a bucket's parameters. `sizes` maps their names to sizes, in backward order."""
         slots, offset, names = [], 0, list(sizes)
         word = min(WORD, self.alignment)  # alignment of parameter offsets, where sizes allow
         # All layers have the same parameters. Start each bucket with a different one, so that
@@ -270,11 +271,11 @@ class BucketPlanner:
 
 
 def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
-    """Assign parameters to buckets: names per bucket, in backward order. `sizes` gives their
-    numbers of elements in forward order.
+    """Assign parameters to buckets, and return the names in each bucket, in backward order. `sizes`
+    gives each parameter's number of elements, in forward order.
 
-    A bucket holds at most two layers and about `bucket_numel` elements, or one larger run of
-    non-layer parameters.
+    A bucket holds at most two layers and about `bucket_numel` elements, or a single larger run of
+    parameters outside layers.
     """
     most = bucket_numel(sizes) * (1 + NEGLIGIBLE)
     buckets: list[list[str]] = []
@@ -291,7 +292,8 @@ def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
-    """Split each bucket into names not in `some` and names in `some`, dropping empty buckets."""
+    """Split each bucket into the names not in `some` and those in `some`, and drop empty
+    buckets."""
     split = (([n for n in b if n not in some], [n for n in b if n in some]) for b in buckets)
     return [names for both in split for names in both if names]
 
@@ -312,7 +314,8 @@ def bucket_numel(sizes: dict[str, int]) -> int:
 
 
 def layer_of(parameter: str) -> str | None:
-    """Return the layer prefix, e.g. `layers.3` for `layers.3.mlp.down`, or None outside layers."""
+    """Return a name's layer prefix, e.g. `layers.3` for `layers.3.mlp.down`, or None if it has
+    none."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 
@@ -320,7 +323,7 @@ def layer_of(parameter: str) -> str | None:
 def default_step_groups(shard_numel: int) -> int:
     """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
-    This is the smallest number of groups with at most `STEP_ELEMENTS` elements each, up to four.
+    This is the smallest number, up to four, of groups with at most `STEP_ELEMENTS` elements each.
     With more groups, there are more and smaller stacks of matrices, and every stack repeats all of
     its rule's kernel launches.
     """
@@ -328,7 +331,7 @@ def default_step_groups(shard_numel: int) -> int:
 
 
 def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
-    """Return the bucket indices of each of at most `groups` step groups, in forward order.
+    """Group the bucket indices into at most `groups` step groups and return them in forward order.
 
     Buckets are numbered in backward order. Groups consist of consecutive buckets, and their bucket
     counts differ by at most one.

@@ -1,7 +1,7 @@
 """The parameters of one domain on one rank: flat weight and gradient buckets.
 
-Parameters and gradients are views into the buckets, and shards are slices of them. Gradients are
-accumulated in the buckets, and each bucket is reduced once it is complete. New weights are
+Parameters and gradients are views into the buckets, and shards are slices of the buckets. Gradients
+are accumulated in the buckets, and each bucket is reduced once it is complete. New weights are
 all-gathered.
 
 Linear layers accumulate weight gradients in the buckets as part of the wgrad GEMM. Otherwise every
@@ -189,7 +189,7 @@ class GradientReducer:
 
     @cached_property
     def _partial(self) -> list[tuple[Axis, str, list[Tensor]]]:
-        """(axis, collective name, gradient views) of each sum of partial gradients."""
+        """One (axis, collective name, gradient views) tuple for each sum of partial gradients."""
         layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
         partial = []
         for axis, kind, units in (
@@ -259,7 +259,7 @@ class DomainModel:
 
     @property
     def units(self) -> list[Unit]:
-        """Units on this rank, whole or in part, in forward order."""
+        """Units of which this rank stores all or a part, in forward order."""
         return self.stage_units[self.domain.tensor.rank]
 
     @torch.no_grad()
@@ -286,7 +286,7 @@ class DomainModel:
         self.wait(buckets)
 
     def wait(self, buckets: Sequence[int]) -> None:
-        """Wait for any all-gathers of `buckets` in flight."""
+        """Wait for any all-gathers of `buckets` that are still in flight."""
         for bucket in buckets:
             handle = self.gathers.pop(bucket, None)
             if handle is not None:
