@@ -39,7 +39,7 @@ class Hours(TypedDict):
 
 
 def key_of(run: str) -> str:
-    """Return a run's key in gpu_hours.json: `run` without overrides that do not affect its time."""
+    """Return a run's key in gpu_hours.json: `run` without overrides that do not affect its cost."""
     recipe, *overrides = shlex.split(run)
     kept = [each for each in overrides if not each.startswith(("run.", "seed="))]
     return " ".join([recipe, *kept])
@@ -109,7 +109,9 @@ class Item(Section):
         if self.status not in ("not run", "nothing to run") and self.result is None:
             raise ValueError(f"result must be set if status is {self.status!r}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
-            raise ValueError("why must be set, and tiny and full empty, with status nothing to run")
+            raise ValueError(
+                "why must be set and tiny and full must be empty if status is 'nothing to run'"
+            )
         if self.status == "not run" and self.why is None:
             raise ValueError("why must be set if status is 'not run', got null")
         if self.measure is not None and self.file is None:
@@ -117,7 +119,8 @@ class Item(Section):
 
 
 class Paper(Section):
-    """A paper: its title, a note on several items, and the items by name, such as figure_1."""
+    """A paper: its title, an optional note that applies to several results, and its tables, figures
+    and propositions keyed by name, such as figure_1."""
 
     title: str
     note: str | None = None
@@ -136,7 +139,7 @@ def read_catalogue() -> dict[str, Paper]:
 
 
 def full_command(run: str, gpus: int) -> list[str]:
-    """Return the command for a full run, on one node or, for more than 8 GPUs, as a SLURM job."""
+    """Return the command for a full run: torchrun or, for more than 8 GPUs, a SLURM job."""
     recipe, *overrides = shlex.split(run)
     config = f"configs/{recipe}.yaml"
     if gpus > 8:

@@ -27,7 +27,7 @@ from training.json_file import read_json
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DIGITS: Final = 5
-"""Significant digits of stored values; a single seed of a tiny model determines fewer."""
+"""Number of significant digits to store. A single seed of a tiny model is less accurate."""
 
 OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "least": min,
@@ -110,7 +110,7 @@ def seeded(command: str, seeds: Sequence[int]) -> list[str]:
 
 
 def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of a result file for the study run by one of `commands`.
+    """Return the contents of a result file for the study that one of `commands` runs.
 
     Raises InputError if the study is unfinished or does not match its YAML file.
     """
@@ -261,8 +261,8 @@ def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
     """Return a row for each variant of a study, and for each series of each run and seed.
 
-    Column `early` is the mean over the first fifth of the steps, and `settled` over the second
-    half.
+    Column `early` is the mean over the first fifth of the steps, and `settled` is the mean over the
+    second half.
     """
     lines = []
     for name, run in content.items():

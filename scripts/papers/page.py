@@ -98,7 +98,7 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
 
 
 def count_line(counts: Counter[Status]) -> str:
-    """Return a line with the number of items by status."""
+    """Return a line that states how many items have each status."""
     total = sum(counts.values())
     return f"Of {total} items: " + ", ".join(f"{n} {s}" for s, n in counts.most_common()) + ".\n"
 
