@@ -23,7 +23,7 @@ from training.machine.device import versions
 from training.report.text import table
 
 FLUSHED_BYTES = 1 << 28
-"""Bytes written between GPU calls to flush the L2 cache, several times its size."""
+"""Number of bytes to write between GPU calls to flush the L2 cache; several times its size."""
 MIB = 2**20
 
 Call = Callable[[], object]
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
-    """Return the milliseconds until the device finishes a call, and until the call returns.
+    """Return a call's device time and host time in milliseconds.
 
-    Both are measured from the return of `before`, the first with CUDA events. On a CPU, both are
-    the same CPU time, and `before` is not called.
+    On a GPU, `before` is called first. The device time is measured with CUDA events, and the host
+    time ends when the call returns. On a CPU, both are the CPU time, and `before` is not called.
     """
     if device.type != "cuda":
         begin = time.process_time()
@@ -53,8 +53,10 @@ def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tupl
 
 
 def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
-    """Return the median milliseconds of a call with a cold cache, after one untimed call in case it
-    compiles."""
+    """Return the median time of a call with a cold cache, in milliseconds.
+
+    One untimed call precedes the timed ones, in case the first call compiles.
+    """
     call()
     # Zeroing `scratch` keeps the device busy until the host has launched the call.
     size = FLUSHED_BYTES if device.type == "cuda" else 0

@@ -5,11 +5,11 @@
     torchrun --nproc-per-node 2 scripts/bench/steps.py --sets 12x256x256 --peers FOLDER
 
 Each argument of `--sets` is a set of matrices: COUNTxROWSxCOLS, or several of these, separated by
-commas. With `--config`, the matrices are those of the busiest rank, for each number of ranks in
-`--shares`; our rules then use the recipe's settings and msign, with bfloat16 weights and float32
-master weights. Without `--config`, our rules use the library's defaults with float32 weights. Rows
-named "equal" use five msign steps in bfloat16, the default in the other libraries. All other
-optimizers update float32 weights.
+commas. With `--config`, the script measures the matrices that the busiest rank owns, once for each
+number of ranks in `--shares`. In this case, our rules use the recipe's settings and msign, with
+bfloat16 weights and float32 master weights. Without `--config`, our rules use the library's
+defaults with float32 weights. Rows named "equal" use five msign steps in bfloat16, the default in
+the other libraries. All other optimizers update float32 weights.
 
 `--peers` is a folder with checkouts of other projects. It may have the subfolders dion
 (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
@@ -80,21 +80,23 @@ PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
 kernels."""
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 MSIGN = ("schedule", "steps", "msign_dtype")
-"""Fields common to all matrix rules that account for most of their cost."""
+"""The msign fields of a matrix rule, which determine most of its cost."""
 WARM_UP = 3
 """Number of untimed steps at the start. The third step captures the CUDA graph."""
 ALIGNMENT = 0.6
 """Component of the gradient along Theta, the weight's top singular pair, in units of
-min(shape)^-1/2. With this value |f(0)| is 0.5, as during training; with random gradients, every
-solver would converge too fast."""
+min(shape)^-1/2. With this value, SSO's |f(0)| is 0.5, as during training. With random gradients,
+every solver would converge faster than in training."""
 
 Shapes = list[tuple[int, ...]]
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
 def library_options() -> dict[str, dict[str, Any]]:
-    """Return the options for our rules by row name: the defaults, and "equal" options for the rules
-    that use msign."""
+    """Return the options for each row of our rules, keyed by row name.
+
+    Every rule has a row with its defaults. Rules that use msign also have an "equal" row.
+    """
     options: dict[str, dict[str, Any]] = {rule: {"rule": rule} for rule in RULES}
     for rule in ("muon", "muon_sphere", "spectral_sphere"):
         options[f"{rule}, equal"] = {"rule": rule, **EQUAL}
@@ -103,7 +105,7 @@ def library_options() -> dict[str, dict[str, Any]]:
 
 
 def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the recipe's options for our rules, using msign as in the recipe's matrix rule.
+    """Return the recipe's options for each of our rules, with the msign options of its matrix rule.
 
     Raises InputError if a rule does not support these msign options.
     """
@@ -222,7 +224,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and count its bytes. Collectives send their second argument."""
+        """Run an operation and count the bytes that it sends (a collective's second argument)."""
         name, size = func.name(), dist.get_world_size()
         if name == "c10d::alltoall_base_":
             kept = args[4][dist.get_rank()] if args[4] else args[1].numel() // size
@@ -248,7 +250,7 @@ def parsed_shapes(text: str) -> Shapes:
 
 
 def fullest_share(config: Config, ranks: int) -> Shapes:
-    """Return the matrix shapes on the busiest rank if `config` runs on `ranks` ranks."""
+    """Return the shapes of the matrices owned by the busiest of `ranks` ranks that run `config`."""
     assign = config_assignments(config)
     matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
     works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
@@ -258,7 +260,7 @@ def fullest_share(config: Config, ranks: int) -> Shapes:
 
 
 def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) -> dict[str, Any]:
-    """Return each optimizer's median milliseconds per step and, on several ranks, bytes sent."""
+    """Return each optimizer's median step time (ms) and, on several ranks, the bytes sent."""
     device, mesh = torch.device(options.device), None
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -300,7 +302,7 @@ def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float
 
 
 def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]]:
-    """Return the matrix shapes to measure and their recipe (or None), by case name."""
+    """Return the matrix shapes and the recipe (None with --sets) of each case, keyed by name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
     # Setting the vocabulary size lets the config load without data. Its value hardly matters,
@@ -324,7 +326,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole_number(),
         nargs="+",
         default=[1, 8],
-        help="numbers of ranks N; measures the matrices owned by one of N ranks (default: 1 8)",
+        help="rank counts; for each, measures the matrices of the busiest rank (default: 1 8)",
     )
     parser.add_argument("--peers", type=Path, help="folder with checkouts of other libraries")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)

@@ -10,19 +10,20 @@ without checkpoints or validation. `--synthetic` trains on random tokens instead
 
 Each `--variant` adds overrides to the config; quote several overrides as a single argument. The
 config and its variants take turns stepping. Column `x` is a variant's step time divided by the
-config's. `x by update` is the same ratio under the assumption that data, forward and backward take
-equal time in both. With variants, phases on a CPU are measured in CPU time. The `data` phase reads
+config's. `x by update` is the same ratio with the data, forward and backward times of the config
+used for both. With variants, phases on a CPU are measured in CPU time. The `data` phase reads
 tokens and verifies their hashes; `--variant data.verify=none` skips the verification.
 
 MFU is model FLOPs per token times tokens per second per device, divided by the device's dense
-bfloat16 peak. The FLOPs (models/families.py) are 6 per parameter of each active matrix, plus those
-of causal attention, and exclude recomputation. The peaks (parallel/plan/devices.py) are taken from
-NVIDIA data sheets, such as 989e12 for H100 SXM and H200. For devices without a listed peak, set
---peak-flops; otherwise MFU is null. On a GPU, phases are timed with CUDA events, which do not block
-the step. Steps include the logging requested by the config.
+bfloat16 peak. Model FLOPs per token (models/families.py) are 6 for each parameter of an active
+matrix, plus those of causal attention; recomputation is not counted. The peaks
+(parallel/plan/devices.py) are taken from NVIDIA data sheets, such as 989e12 for H100 SXM and H200.
+For devices without a listed peak, set --peak-flops; otherwise MFU is null. On a GPU, phases are
+timed with CUDA events, which do not block the step. Step times include the logging that the config
+requests.
 
-To trace steps of a training run, set `log.profile`. A rehearsal prints the lines at which the host
-waits for the device (docs/planning.md).
+To trace steps of a training run, set `log.profile`. A rehearsal prints the source lines at which
+the host waits for the device (docs/planning.md).
 """
 
 import argparse
@@ -71,9 +72,9 @@ PHASES: Final = (
     "data", "forward", "backward", "gradient reduction", "clip", "optimizer", "wait for weights",
     "logging", "other",
 )  # fmt: skip
-"""Phases of a step, which do not overlap. "gradient reduction" and "wait for weights" only count
-the time that the step spends waiting. "backward" is Megatron's schedule minus forward, and so
-includes recomputation."""
+"""The phases of a step, without overlap. "gradient reduction" and "wait for weights" count only
+the time that the step spends waiting. "backward" is the time spent in Megatron's schedule minus the
+forward time, so it includes recomputation."""
 PASSES: Final = ("data", "forward", "backward")
 
 
@@ -168,7 +169,7 @@ class Side:
         watch(self.trainer, self.phases)
 
     def turn(self, steps: int) -> dict[str, float]:
-        """Take steps. Return each phase's seconds per step, and wall-clock seconds as `step`."""
+        """Take steps. Return each phase's seconds per step, and the wall-clock time as `step`."""
         self.phases.restart()
         begun = time.perf_counter()
         for _ in range(steps):
@@ -206,7 +207,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def variants(options: argparse.Namespace) -> dict[str, Config]:
-    """Load the config and its variants, adapted for the benchmark, by name.
+    """Load the config and its variants, adapt them for the benchmark, and return them by name.
 
     Raises InputError if a variant changes the parallel layout.
     """
@@ -230,14 +231,14 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory allocated on the GPU since the last reset, or resident on the CPU."""
+    """Return the peak memory: allocated since the last reset on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
-    """Return the median seconds of each side, as in `Side.turn`, and its memory on this rank."""
+    """Return each side's memory on this rank, and the medians of the times from `Side.turn`."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
         side.turn(WARM_UP)

@@ -59,7 +59,9 @@ def candidates(dtype: str) -> tuple[Tile, ...]:
 
 
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
-    """Return calls that run an operation on `x` `[batch, rows, cols]`, by tile (None: the library).
+    """Return a call for each tile that runs an operation on `x` `[batch, rows, cols]`.
+
+    The calls are keyed by tile; the key None calls the vendor library.
 
     "commuting" and "polynomial" are operations in msign's first step. "grouped" computes the Gram
     matrices of two stacks: `x`, and the first half of its columns.
@@ -87,7 +89,10 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Return calls by tile (None: the library). `by_kernel` takes the tile as its last argument."""
+    """Return the library's call under the key None, and a call of `by_kernel` for each tile.
+
+    `by_kernel` takes the tile as its last argument.
+    """
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
 
@@ -105,9 +110,10 @@ def agrees(result: Tensor, expected: Tensor) -> bool:
 def measure(
     problem: str, dtype: str, only: tuple[Tile, ...] | None, device: torch.device, repeats: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem. Yield (table entry, whether the results of all tiles were correct).
+    """Measure one problem. Yield (table entry, whether all tiles were correct) pairs.
 
-    `only` lists the tiles to measure; None means all candidates.
+    Each operation yields one or two pairs. `only` lists the tiles to measure; None means all
+    candidates.
     """
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)
