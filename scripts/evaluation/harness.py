@@ -76,7 +76,10 @@ MERGED: Final = ("--model_args", "--gen_kwargs", "--metadata")
 """Options that lm-eval merges if given repeatedly. For all others, the last value wins."""
 
 STANDARD_ERROR = "_standard_error"
-"""Suffix of local metrics that hold a standard error, because lm-eval does not compute one."""
+"""Suffix of metrics that hold the standard error of a local task's metric.
+
+For these metrics, lm-eval does not compute a standard error.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +100,8 @@ class Run:
     def command(self) -> list[str]:
         """Return the lm-eval command line.
 
-        Raises InputError if the model path contains a comma, where lm-eval would split the
-        argument, and for options that lm-eval would silently override.
+        Raises InputError for options that lm-eval would silently override, and for a model path
+        with a comma, because lm-eval splits the argument at commas.
         """
         if "," in str(self.model):
             raise InputError(
@@ -217,8 +220,10 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
-    """Return a row per task and metric: the metrics listed in the task's set, or all metrics if the
-    task is in no set."""
+    """Return a row for each metric of each task.
+
+    For a task in one of the `sets`, include only the metrics that the sets list for it.
+    """
     lines = []
     for task, values in results.items():
         present = [key.removesuffix(",none") for key in values if key.endswith(",none")]

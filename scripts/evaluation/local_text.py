@@ -1,11 +1,11 @@
 """Turn a run's own validation sets into lm-eval tasks that work offline.
 
 Validation during training evaluates windows of the token stream. A task contains the text of the
-same windows, starting at the stream's second token, grouped into documents of consecutive windows.
-lm-eval therefore splits the text at the same tokens as the trainer, and bits per byte agree except
-for the first token of each document. The standard error is computed over documents. With
-`data.document_mask`, the task's documents are those of the set, which the trainer also cuts at
-window boundaries.
+same windows, starting at the stream's second token. Each document of a task joins consecutive
+windows. lm-eval therefore splits the text at the same tokens as the trainer, and bits per byte
+agree except for the first token of each document. The standard error is computed over documents.
+With `data.document_mask`, a task's documents are the documents of the validation set, split at
+window boundaries as in the trainer.
 """
 
 import json
@@ -28,8 +28,9 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 DOCUMENTS = 32
-"""Number of documents per task: enough for a standard error that is accurate to one eighth, but far
-fewer than tokens, because the first token of each document is scored differently."""
+"""Number of documents per task. The standard error over 32 documents is accurate to one eighth.
+More documents would make bits per byte less exact, because the first token of each document is
+scored differently."""
 
 MAX_DIFFERENT = 16
 """Maximum number of tokens that may change when a text is decoded and encoded again, because words
@@ -53,7 +54,7 @@ def write_tasks(
         file = tokenizer_file if manifest is None else manifest.tokenizer_path
         if file.is_file() and Tokenizer.from_file(str(file)).get_vocab() != tokenizer.get_vocab():
             raise InputError(
-                f"validation set {name} must have the tokenizer {tokenizer_file}, got {file}"
+                f"validation set {name} must be tokenized with {tokenizer_file}, got {file}"
             )
     lengths = token_byte_lengths(tokenizer_file)
     shutil.copyfile(process_results.__file__, folder / PROCESSING)

@@ -111,7 +111,7 @@ def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
     texts = ["Quite another text, of which tokens are made: {}".format("xyz " * 50)]
     other = tmp_path / "other.json"
     other.write_bytes(train_tokenizer([*texts, *(chr(i) * 2 for i in range(97, 123))], 270))
-    both = f"walk must have the tokenizer {other}, got {prepared}/tokenizer.json"
+    both = f"walk must be tokenized with {other}, got {prepared}/tokenizer.json"
     with pytest.raises(InputError, match=both):
         write_tasks(tmp_path, config_of(tmp_path, prepared), other, {})
 
