@@ -219,7 +219,7 @@ def _demo() -> Preparation:
 
 
 def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
-    """Return the set plans, and the --tokenizer path or None to train a tokenizer."""
+    """Return the set plans, and the path given as --tokenizer (None: train a tokenizer)."""
     if not options.inputs:
         raise InputError("no input: pass NAME=INPUT, --corpus NAME or --demo")
     if options.local is not None:
@@ -248,7 +248,7 @@ _Source = tuple[str, str | None]
 
 
 def _portion(sources: list[_Source], **limits: Any) -> Portion:
-    """Return a portion that reads `sources` in order. `limits` sets its other fields."""
+    """Return a portion that reads `sources` in order. `limits` sets the portion's other fields."""
     listings = [find_inputs(text, key) for text, key in sources]
     return Portion(
         inputs=[each for listing in listings for each in listing.inputs],

@@ -86,7 +86,8 @@ def _unreadable(path: Path, error: BaseException) -> str:
 class _XzStreams(io.RawIOBase):
     """Reads all streams of an .xz file, skipping the padding between them.
 
-    Python's `lzma.open` silently stops at padding, and at any damaged stream but the first.
+    Python's `lzma.open` silently stops reading at padding, and at a damaged stream that is not the
+    first one.
     """
 
     def __init__(self, path: Path) -> None:

@@ -53,8 +53,8 @@ class Corpus:
         Args:
             tokens: number of tokens to write, `self.tokens` by default.
             local: file or folder to read instead of the hub. It must contain a folder for each
-                part: `Part.folder`, NAME or data/NAME. For a corpus with a single part, it may also
-                be the part's only file, or the folder with its files.
+                part: `Part.folder`, NAME or data/NAME. For a corpus with a single part, `local` may
+                also be that part's only file, or the folder that contains the part's files.
 
         Raises DataError if `local` contains no readable files or has no folder for a part.
         """

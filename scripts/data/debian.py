@@ -139,7 +139,7 @@ class Source(Section):
 
 
 class DocumentSet(Section):
-    """The sources of a set, and the sha256 of its documents as JSON lines."""
+    """The sources of a set, and the sha256 of the JSON lines file that holds its documents."""
 
     sources: list[Source]
     sha256: str
@@ -204,7 +204,7 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:
-    """Split a text before lines that match `entry`, or yield it as a single document if None.
+    """Split a text before each line that matches `entry`; without `entry`, yield it unsplit.
 
     A matching line only starts a new document if it follows a blank line.
     """

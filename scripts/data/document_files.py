@@ -1,9 +1,9 @@
 """Read documents from text, JSON lines and Parquet files, compressed or not.
 
-Parquet files are read with pyarrow, and the hub with `datasets`. Text and JSON lines are parsed
-here, because `datasets` silently alters or drops text: it converts line endings to `\\n` and
-strings that look like dates to dates, and reads truncated .zst files without an error. It also
-rejects fields that first appear late or change type, and restarts line numbers in every block.
+Parquet files are read with pyarrow, and hub datasets with `datasets`. Text and JSON lines are
+parsed here, because `datasets` silently alters or drops text: it converts line endings to `\\n` and
+strings that look like dates to dates, and reads truncated .zst files without an error. `datasets`
+also rejects fields that first appear late or change type, and restarts line numbers in every block.
 """
 
 from collections import Counter

@@ -143,12 +143,12 @@ class Workers:
                 future.cancel()
 
     def _start(self) -> None:
-        """Start a process, and add this process's end of its pipe to the idle ones."""
+        """Start a worker process, and add the parent's end of its pipe to the idle pipes."""
         context = get_context("spawn")
         pipe, end = context.Pipe()
         process = context.Process(target=_work, args=(end,), daemon=True)
         process.start()
-        end.close()  # so that the pipe is closed when the process exits
+        end.close()  # so that the pipe is closed when the worker exits
         self._processes.append(process)
         self._idle.put(pipe)
 
@@ -177,8 +177,10 @@ def _result(
 def _sampled(
     chunks: Iterable[tuple[list[Position], list[str]]],
 ) -> Iterator[tuple[list[Position], list[str], range]]:
-    """Yield chunks with the range of texts to decode: roughly the first `DECODED` texts, then one
-    out of `ONE_IN`."""
+    """Yield each chunk with the range of its texts to decode.
+
+    Roughly the first `DECODED` texts are decoded, and after that one in `ONE_IN`.
+    """
     done = 0
     for positions, texts in chunks:
         step = 1 if done < DECODED else ONE_IN
@@ -207,7 +209,7 @@ def _work(pipe: "Connection[Any, Any]") -> None:
     """Encode texts from a pipe until its other end is closed. Use one thread and ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with suppress(EOFError, OSError):  # the other process has exited
+    with suppress(EOFError, OSError):  # raised once the parent process has exited
         while True:
             encoder, texts, sample = pipe.recv()
             try:
@@ -240,7 +242,9 @@ class RoundTrip:
                 self.example = self.example or _difference(text, decoded)
 
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
-        """Reject a tokenizer that changes text, after `DECODED` decoded documents or if `final`.
+        """Reject a tokenizer that changes text.
+
+        Before `DECODED` documents are decoded, only a call with `final` checks.
 
         Raises:
             DataError: `allowed` is False and the fraction of changed documents exceeds `LARGEST`.

@@ -105,7 +105,7 @@ def _stream(each: HubInput) -> Any:
 def _opened(name: str, config: str | None, split: str, revision: str | None) -> Any:
     import datasets  # deferred: slow import
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # the exceptions carry the same messages
+    datasets.logging.set_verbosity(logging.CRITICAL)  # the exceptions contain what it would log
     return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
 
 

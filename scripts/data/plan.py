@@ -23,7 +23,7 @@ _METHOD = 1  # bump if a code change alters the tokens for the same inputs and o
 
 
 BLOCK: Final = 1024
-"""Number of consecutive documents assigned to a shard if inputs are cut."""
+"""Number of consecutive documents that go to the same shard when inputs are cut."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Shard:
         return unit % self.count == self.number
 
     def folder(self, output: Path) -> Path:
-        """Return this shard's folder for a preparation's output folder."""
+        """Return the folder of this shard, given the preparation's output folder."""
         return shards_folder(output) / f"{self.number + 1}-of-{self.count}"
 
 
 def shards_folder(output: Path) -> Path:
-    """Return the folder that holds all shards for a preparation's output folder."""
+    """Return the folder of all shards, given the preparation's output folder."""
     return output.with_name(output.name + ".shards")
 
 
@@ -98,7 +98,7 @@ class SetPlan:
         return replace(self, portions=portions)
 
     def outputs(self) -> dict[str, list[str]]:
-        """Return the sources of each set to write, by set name (NAME.train or NAME.validation)."""
+        """Return the sources of each set to write, keyed by NAME.train or NAME.validation."""
         outputs: dict[str, list[str]] = {}
         for portion in self.portions:
             for name in self.outputs_of(portion):
@@ -173,7 +173,10 @@ class Preparation:
         ]
 
     def fingerprint(self, identities: list[str] | None = None) -> str:
-        """Return the sha256 of the options and the input `identities`, computed here if None."""
+        """Return the sha256 of the options and of the inputs' identities.
+
+        If `identities` is None, compute the identities.
+        """
         tokenizer = self._tokenizer_files()
         left = iter(self.identities() if identities is None else identities)
         description = {
@@ -207,11 +210,11 @@ class Preparation:
         return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
 
     def shard(self, number: int, count: int) -> Shard:
-        """Return shard `number` (from 0) of `count`. Inputs are cut if there are fewer of them."""
+        """Return shard `number` (from 0) of `count`. Cut inputs if there are fewer than `count`."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:
-        """Return a warning, as a list of at most one, if several inputs have the same content."""
+        """Return a list with one warning if several inputs have the same content, else []."""
         inputs = (
             (f"{plan.name}.{'validation' if portion.held_out else 'train'}", each)
             for plan in self.sets

@@ -270,7 +270,7 @@ class Pipeline:
     def documents(
         self, plan: SetPlan, portion: Portion, first: int, files: Collection[DocumentFile]
     ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
-        """Yield (input number, tokens, bytes) for the remaining documents of a portion.
+        """Yield (input number, tokens, bytes) for each remaining document of a portion.
 
         The caller adds the documents to `files`, which are synced after each chunk before saving
         the progress. Raises DataError if the tokenizer changes the text of too many documents.

@@ -1,4 +1,4 @@
-"""Shards of a preparation. They hold encoded documents, which a single process joins into sets.
+"""Shards of a preparation. A shard holds encoded documents; one process joins shards into sets.
 
 OUTPUT.shards/K-of-N/ contains `tokens.bin`, `documents` (one record per document), the tokenizer,
 and `shard.json` with per-input document and token counts.
@@ -59,7 +59,8 @@ def hashes(folder: Path) -> dict[str, str]:
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
     """Return the key of a shard (see `ShardEntry`).
 
-    `identities` are the identities of all inputs. Only those read by the shard affect the key.
+    `identities` are the identities of all inputs. An input that the shard does not read does not
+    affect the key.
     """
     kept = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
     return f"{preparation.fingerprint(kept)} {shard.number + 1}/{shard.count}"
@@ -75,7 +76,7 @@ def read_entry(folder: Path) -> ShardEntry | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """One input's documents in a shard's files, at the offsets `document` and `token`."""
+    """One input's documents in a shard's files, which start at offsets `document` and `token`."""
 
     folder: Path
     dtype: str
@@ -138,11 +139,11 @@ class Shards:
     def documents(
         self, unit: int, number: int, skip: int
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
-        """Yield the documents of input `unit` in chunks, with positions, skipping the first `skip`.
+        """Yield chunks of the documents of input `unit`, and their positions, from document `skip`.
 
-        `unit` is the index of the input in the preparation. `number` is its index in the portion,
-        which is used in positions. Stops at the first document that is in no shard and returns its
-        index, or None if the shards contain all documents of the input.
+        `unit` is the index of the input in the preparation. `number` is the input's index in the
+        portion, which positions contain. Stops at the first document that is in no shard and
+        returns its index, or None if the shards contain all documents of the input.
         """
         parts = [
             documents[unit]

@@ -152,7 +152,9 @@ def _in_folder(folder: Path) -> Listing:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return all non-hidden files, symlinks to folders and prepared folders below a folder.
+    """Return what a folder contains: files, symlinks to folders, and prepared folders.
+
+    Hidden files and folders are skipped.
 
     Raises OSError if a folder cannot be listed, or DataError for a broken symlink.
     """
@@ -175,7 +177,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Return whether a folder was or is being written by prepare_data.py. It is then not read."""
+    """Return whether prepare_data.py wrote or is writing a folder. Such folders are not read."""
     from training.data.manifest import read_manifest  # deferred: imports torch
 
     for end in (".preparing", ".preparing.state", ".replaced"):
