@@ -22,8 +22,8 @@ COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "tra
 """Table columns, in addition to the metric that runs are sorted by."""
 
 MOST = 12
-"""Maximum number of runs per figure: those with the lowest validation loss or, if no run has one,
-with the lowest training loss."""
+"""Maximum number of runs per figure. The runs with the lowest validation loss are drawn or, if no
+run has a validation loss, those with the lowest training loss."""
 
 SHOWN_KEYS = 8
 """Maximum number of differing config keys to list per run."""
@@ -76,8 +76,11 @@ def unlike_measurements(
 
 
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return each run's config with a key `content` added to every dataset: the dataset's hash or,
-    if any of the runs was written by an earlier version without hashes, its path."""
+    """Return each run's config, with a key `content` added to every dataset.
+
+    `content` is the dataset's hash or, if any of the runs is from a version that did not record
+    hashes, the dataset's path.
+    """
     known = all(run.contents for run in runs)
     configs = []
     for run in runs:
@@ -95,7 +98,7 @@ def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run's table row. `settings` has `key value` for the keys that differ between runs."""
+    """A run's table row. `settings` lists the keys that differ between runs, as `key value`."""
 
     run: RunData
     settings: list[str]
@@ -184,9 +187,10 @@ def comparison(base: Path, folders: Sequence[Path]) -> str:
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return, for each config, `key value` for the keys that differ between configs.
+    """Return a list for each config of its values of the keys that differ between configs.
 
-    A section that is null in some of the configs counts as a single key.
+    Each value has the form `key value`. A section that is null in some of the configs counts as a
+    single key.
     """
     values = [settings_in_use(config) for config in configs]
     unlike = unlike_keys(values)
@@ -203,8 +207,10 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def unlike_keys(values: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys that affect training and differ between `values`, which come from
-    `settings_in_use`."""
+    """Return the keys that affect training and whose values differ.
+
+    `values` holds the result of `settings_in_use` for each config.
+    """
     keys = dict.fromkeys(key for each in values for key in each if not UNCOMPARED.fullmatch(key))
     return [key for key in keys if len({str(each.get(key)) for each in values}) > 1]
 

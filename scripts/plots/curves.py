@@ -112,9 +112,9 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 
 def signal(run: RunData) -> Figure | None:
     """Signal and noise in the gradients of a step's micro-batches and in the updates of the last
-    steps. SNR is the common part of these samples divided by their deviations. TopShare is the
-    share of the deviations in their top direction, and the dotted line is its minimum. Alignment is
-    the cosine with the previous step."""
+    steps. SNR is the debiased squared norm of the mean divided by the trace of the covariance.
+    TopShare is the share of the largest eigenvalue in this trace, and the dotted line is its
+    smallest possible value. Alignment is the cosine similarity with the previous step."""
     panels = [
         (f"{what}_{figure}", f"{name} of {what}s")
         for figure, name in SIGNALS.items()
@@ -163,7 +163,7 @@ def rule_reports(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """MaxVio in the worst layer: (largest - mean) / mean of the expert loads. 0 means perfect
+    """MaxVio of the worst layer: (largest - mean) / mean of its experts' loads. 0 means perfect
     balance."""
     return _one(runs, "moe/max_vio", "MaxVio in the worst layer")
 

@@ -18,9 +18,9 @@ BINS = 60
 
 
 def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
-    """Draw a histogram for each role of its units' singular values, relative to each unit's
-    largest.
+    """Draw a histogram of the units' singular values for each role.
 
+    Each singular value is divided by its unit's largest.
     For PC layers, the histogram also shows PC(W). `path` is a run folder or a checkpoint. By
     default, all matrix roles except embedding and head are drawn. Raises InputError for a role that
     is not in the model.

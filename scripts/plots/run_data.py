@@ -223,7 +223,8 @@ def run_status(run: RunData) -> RunStatus:
     """Determine the status of a run from its last event, lock and heartbeat.
 
     A run that ended without logging an event, for example because it was killed, counts as failed.
-    If the last event is not an end, `alive` decides between running and failed.
+    If the last event does not end the run, the status is running if the process is `alive`, and
+    failed otherwise.
     """
     steps = run.config["train"]["steps"]
     ends = [each for each in run.events if each["kind"] in _EVENTS]
@@ -232,7 +233,7 @@ def run_status(run: RunData) -> RunStatus:
     if (run.folder / DONE).exists():
         return RunStatus("done", f"done, {step:,} steps")
     last: Line = ends[-1] if ends else {"kind": "started", "text": ""}
-    if last["kind"] in ("stopped", "done"):  # done, but no DONE: stopped at train.exit_step
+    if last["kind"] in ("stopped", "done"):  # "done" without a DONE file: train.exit_step
         return RunStatus("stopped", f"stopped, {position}", last["text"])
     if last["kind"] == "failed":
         return RunStatus("failed", f"failed, {position}", last["text"])

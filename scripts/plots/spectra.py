@@ -21,11 +21,11 @@ Draw = Callable[[Axes, RunData, str, str], None]
 
 DECILES = np.linspace(0, 1, 11)
 WEIGHT = ("effective_quantiles", "quantiles")
-"""Keys of a weight's spectrum: that of PC(W) if the run logged it, else that of W."""
+"""Keys of a weight's spectrum, in order of preference: the spectrum of PC(W), then that of W."""
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
-    """Singular values at the last monitored step, divided by the largest (in PC layers, of PC(W)).
+    """Singular values at the last monitored step, divided by the largest. PC layers show PC(W).
 
     Monitors only store the deciles of a spectrum, so values are assumed to be uniformly distributed
     between deciles.
