@@ -7,20 +7,21 @@ A study is a YAML file with a `title`, `seeds`, `overrides` that apply to every 
 `variants`. A variant has a `config`, its own `overrides`, and `against`, the variant to compare it
 with. Each run is a pretrain.py process with one thread per rank, the study's `environment`, and
 `--nproc` or `--gpus-per-run` ranks. Finished runs are recorded in runs.jsonl with their results and
-settings and are not repeated, even if their folders are gone, so an interrupted study resumes when
-you run the same command again. If the data or environment of a finished run has changed, the script
-reports an error. Several processes with the same command, started by hand or as a SLURM array
-(scripts/slurm/study.sbatch), share the runs. results.json and table.md are written next to
-runs.jsonl after each part of the study; results.json has `complete: false` until the study is done.
+settings. A recorded run is not repeated, even if its folder is gone, so an interrupted study
+resumes when you run the same command again. If the data or environment of a finished run has
+changed, the script reports an error. Several processes with the same command, started by hand or as
+a SLURM array (scripts/slurm/study.sbatch), share the runs. results.json and table.md are written
+next to runs.jsonl after each part of the study; results.json has `complete: false` until the study
+is done.
 
 A run's result is its final validation loss in nats per token, averaged over its validation sets.
 The seed sets the initial weights and the data order. Variants are compared seed by seed, using the
 95% Student's t confidence interval of the mean difference. The verdict is `level` if the whole
 interval is within `level_within` (0.02 nats) of 0, and `cannot tell` if a wider interval contains
 0. A run with a nonfinite loss fails, and its variant has no mean. If a chosen setting is at either
-end of its grid, the verdict is `refused`. Keys that differ between a variant and its reference but
-are neither tuned nor listed in `overrides` or `differs` are printed at the start and listed in
-table.md.
+end of its grid, the verdict is `refused`. The script prints and lists in table.md all keys that
+differ between a variant and its reference, except those that are tuned or listed in `overrides` or
+`differs`.
 
 With `search`, every variant is first tuned by successive halving, using the search's seed. Each
 stage trains its candidates for a `share` of the `full` length, then the best `keep` candidates for

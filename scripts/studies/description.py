@@ -116,8 +116,8 @@ class Curve(Section):
 
 
 class TunedIn(Section):
-    """Another study. Variants take over the settings that it chose for their `tuned_as` or, by
-    default, for the variant of the same name.
+    """Another study that tuned the settings. Each variant starts from the settings chosen there for
+    its `tuned_as` or, by default, for the variant of the same name.
 
     results  folder with the other study's results
     best     only train this many variants: those with the lowest mean loss in the other study

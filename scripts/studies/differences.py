@@ -13,8 +13,8 @@ Differences = dict[str, tuple[Any, Any]]
 """The values in a variant and in its reference, by key."""
 
 NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
-"""Prefixes of keys that are never reported: they do not affect results, or are the rule being
-compared."""
+"""Prefixes of keys that are never reported, because the keys do not affect results or select the
+rules being compared."""
 
 
 def pairs(study: Study) -> Iterator[tuple[str, str]]:
@@ -95,7 +95,7 @@ def unlike_keys(one: Config, other: Config) -> Differences:
 
 
 def unlike_settings(one: Config, other: Config) -> Differences:
-    """Return the hyper-parameters that both matrix rules share but with different values."""
+    """Return the hyper-parameters that both matrix rules have, but with different values."""
     rule, its = one.optimizer.matrix.rule, other.optimizer.matrix.rule
     first = asdict(one.optimizer)["rules"][rule]
     second = asdict(other.optimizer)["rules"][its] if rule != its else first

@@ -29,7 +29,7 @@ def run_study(
     extra: Sequence[str],
     begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
 ) -> dict[str, Any]:
-    """Tune the variants, train all seeds, then the curve. Return the contents of results.json.
+    """Tune the variants, train all seeds, and run the curve. Return the contents of results.json.
 
     results.json is updated after each part. After tuning, `begin_runs` is called with all remaining
     runs, so that CPUs and GPUs do not sit idle between parts.
@@ -78,9 +78,10 @@ def run_study(
 
 
 def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
-    """Return the study with `full` overridden by values in `extra`, and the rest of `extra`.
+    """Move the overrides in `extra` of keys in `full` to the study's `full`.
 
-    Raises InputError if such a value is not a non-negative integer.
+    Return the study and the remaining overrides. Raises InputError if a moved value is not a
+    non-negative integer.
     """
     rest, full = [], dict(study.full)
     for text in extra:

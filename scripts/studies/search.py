@@ -165,8 +165,11 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
 
 
 def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set[str]:
-    """Return the names of the variants to train: the `tuned.best` best ones (null: all), those in
-    `tuned.always`, and the references of both."""
+    """Return the names of the variants to train.
+
+    These are the `tuned.best` best ones (null: all), those in `tuned.always`, and the reference of
+    each of them.
+    """
     if tuned.best is None:
         return set(study.variants)
     losses = comparison(content).set_index("variant")["loss"].fillna(math.inf)

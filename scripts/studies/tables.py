@@ -150,7 +150,7 @@ def also_differ(results: Results) -> pd.DataFrame:
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a study. There are none until the first seed is trained."""
+    """Return the rows of a study, or () before the first seed is trained."""
     return results.get("rows", ())
 
 
@@ -206,16 +206,16 @@ def grid_ends(results: Results) -> dict[str, list[str]]:
 
 
 def searched_keys(results: Results, name: str | None = None) -> list[str]:
-    """Return the keys in a variant's grids, or in those of all variants."""
+    """Return the keys in the grids of the variant `name`, or of all variants if it is None."""
     variants = results["variants"]
     stages = [s for n in variants if name in (None, n) for s in variants[n]["search"].values()]
     return list(dict.fromkeys(key for s in stages for key in (*s["grid"], *s["factors"])))
 
 
 def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
-    """Return (value of `key`, loss) for a variant's trials in the stage that varies `key`.
+    """Return a (`key` value, loss) pair for each of a variant's trials in stages that vary `key`.
 
-    Only trials in the first rung are included, because it trains all candidates.
+    Only trials in the first rung are included, because the first rung trains all candidates.
     """
     stages = results["variants"][name]["search"]
     varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
@@ -255,8 +255,9 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
     """Return, for each variant, how many tokens the curve's variant needs to reach the same loss,
     as a fraction of a full run.
 
-    The curve of loss over log tokens is interpolated linearly. Values beyond its ends are NaN. The
-    interval is the 95% interval of the variant's loss, converted to tokens using the mean curve.
+    The curve of loss over log tokens is interpolated linearly; beyond the curve's ends, values are
+    NaN. The interval is the 95% interval of the variant's loss, converted to tokens using the mean
+    curve.
     """
     base = results["curve"]["variant"]
     at_one = compared.loc[compared["variant"] == base, "loss"].item()

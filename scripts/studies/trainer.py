@@ -1,4 +1,4 @@
-"""Train a study's unrecorded runs with pretrain.py, using one thread per rank.
+"""Train the runs of a study that have no record, with pretrain.py and one thread per rank.
 
 Several runs may share this node's CPUs or GPUs at a time.
 """
