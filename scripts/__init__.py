@@ -1,5 +1,5 @@
-"""Command-line tools. They may import any package, but no package may import them.
+"""Command-line tools. Scripts may import any package, but no package may import a script.
 
-Every .py file is a command, except command.py, which holds shared code. Subfolders hold the modules
-that the commands are made of.
+Every .py file here is a command, except command.py, which holds shared code. Subfolders hold the
+modules that implement the commands.
 """

@@ -93,9 +93,9 @@ def chosen(
 
 
 def shares(count: int, decay: float | None) -> Iterator[float]:
-    """Yield each checkpoint's weight in the average. The weights sum to 1.
+    """Yield each checkpoint's coefficient in the average. The coefficients sum to 1.
 
-    Without `decay`, all weights are equal. With `decay`, the result is an exponential moving
+    Without `decay`, all coefficients are equal. With `decay`, the result is an exponential moving
     average, initialized to the first checkpoint and updated with each later one as
     `average = decay * average + (1 - decay) * checkpoint`.
     """
@@ -107,13 +107,13 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
 
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
-    """Yield notes on the state that the average drops, and on the norms of averaged matrices."""
+    """Yield notes on state that averaging discards and on the norms of the averaged matrices."""
     yield (
         "the average contains no optimizer state, random number generator state or data position, "
         "so runs cannot resume from it"
     )
     if last.config.pc is not None:
-        yield "PC layers became plain weights (the mean of PC(W)), and the config now sets pc: null"
+        yield "PC layers were replaced by the averages of PC(W), and the config now sets pc: null"
     if norms:
         text = f"after averaging, the spectral norms of {len(norms)} sphere-rule matrices are "
         text += f"{min(norms):.4f} to {max(norms):.4f} times their radius"

@@ -54,7 +54,7 @@ def write_checkpoint(
     """Write a checkpoint without optimizer state to a new folder `target`.
 
     `read` must return each parameter in its units' `view_shape`. `buffers` maps buffer names to
-    shapes. `meta` is called with the folder once all weights are written. It may add files, and
+    shapes. `meta` is called with the folder once all weights are written. `meta` may add files, and
     returns the leading entries of meta.json, including `step`. Raises InputError if `target`
     exists, if there is not enough disk space, or if `read` or `meta` raises InputError.
     """

@@ -74,7 +74,7 @@ def at_most(name: str, measured: float, high: float, source: str, series: str = 
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure panel with lines, dashed lines and dots. Each kind starts with the first color.
+    """A figure panel with lines, dashed lines and dots. Each of the three restarts the colors.
 
     `log` names the logarithmic axes: "x", "y" or "xy". `levels` maps labels to the y values of
     horizontal lines.

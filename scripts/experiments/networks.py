@@ -27,7 +27,7 @@ HIDDEN = (1, 2)
 STEP_ERROR = 1e-3
 RESOLVED = 1e-2
 """msign must map a gradient's singular values to 1 if they exceed this fraction of the largest one.
-Smaller ones would require more msign steps."""
+Mapping smaller singular values to 1 would require more msign steps."""
 KINDS: tuple[Activation, ...] = ("swiglu", "relu^2")
 GATED_RATES = {
     "small": {"gd": 0.01, "spectral": 0.025},
@@ -254,7 +254,7 @@ def panels(gd: Training, spectral: Training) -> list[Panel]:
 
 
 def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
-    """Return the ranks of three layers from layer `first`, by label and step."""
+    """Return the ranks of three layers, the first of them `first`, keyed by label and step."""
     return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}
 
 

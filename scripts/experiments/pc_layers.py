@@ -30,8 +30,8 @@ EXACT = 1e-6
 TARGET = 0.01
 """Target loss as a fraction of the initial loss."""
 ROOM = 1.1
-"""tau of every layer: the assumed bound on its norm, which sets the step size. A check verifies the
-bound afterwards."""
+"""tau of every layer, an assumed bound on the layer's norm. The bounds set the step size. A check
+verifies them afterwards."""
 VARIANTS: dict[str, dict[str, Level | None]] = {
     "AdamW": {"no PC": None, "PC level 4": 4, "over-flattening": "over_flattening"},
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
@@ -216,11 +216,12 @@ def over_flattening(
     singular values.
 
     The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here, a
-    matrix learns a linear map with singular values 1 / k from the same initial weight: as a plain
-    weight, in a PC layer, and with the over-flattening composite. For a target T, the best multiple
-    of an orthogonal matrix has a relative error of 1 - nr(T) / n, so the composite is worst with
-    any optimizer. This is not evidence about language models, for which the paper reports a worse
-    loss at 271M parameters; studies/pc/over_flattening.yaml tests a small model.
+    matrix learns a linear map with singular values 1 / k in three ways, each from the same initial
+    weight: as a plain weight, in a PC layer, and with the over-flattening composite. For a target
+    T, the best multiple of an orthogonal matrix has a relative error of 1 - nr(T) / n, so the
+    composite is worst with any optimizer. This is not evidence about language models, for which the
+    paper reports a worse loss at 271M parameters; studies/pc/over_flattening.yaml tests a small
+    model.
 
     `adamw` and `muon` are peak learning rates.
     """

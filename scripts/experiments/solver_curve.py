@@ -19,7 +19,8 @@ KRYLOV = 100
 EXACT_SHAPES = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
 """Shapes of the matrices whose multipliers are recorded to nine digits in recorded.yaml."""
 BISECTED = (24, 16)
-# Float64 msign steps after which square matrices, too, have converged to all recorded digits.
+# Number of float64 msign steps after which even square matrices have converged to all recorded
+# digits.
 EXACT_STEPS = 26
 
 

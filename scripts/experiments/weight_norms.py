@@ -22,7 +22,7 @@ LONG_RUNS = (
     ("algorithm 2, random gradients, eta 0.01", "project_rescale", "random", 0.01),
     ("algorithm 2, towards a target, eta 0.01", "project_rescale", "target", 0.01),
 )
-# (c = m / n, tau = n rho, Z) on both sides of the transition Z^2 tau sqrt(c) = 1.
+# Settings (c = m / n, tau = n rho, Z) on both sides of the transition Z^2 tau sqrt(c) = 1.
 TRANSITION = (
     (1.0, 1.0, 0.5), (1.0, 1.0, 1.5), (1.0, 1.0, 2.5),
     (1.0, 4.0, 0.3), (1.0, 4.0, 0.8), (1.0, 4.0, 1.0), (1.0, 4.0, 2.5),
@@ -232,8 +232,10 @@ def krylov_norm(w: Tensor) -> float:
 
 
 def strong(phi: Tensor) -> dict[float, dict[str, float]]:
-    """Return two numbers by Z, for rho far above 1 / n: |W|_2 / sqrt(m n rho), whose limit is |Z|,
-    and the stable rank, whose limit is 1 / (Z^2 rho)."""
+    """Return the norm and the stable rank for each Z, at a rho far above 1 / n.
+
+    The norm is |W|_2 / sqrt(m n rho), whose limit is |Z|. The stable rank's limit is 1 / (Z^2 rho).
+    """
     rho = phi.shape[1] ** -0.5
     errors = {}
     for z in STRONG:

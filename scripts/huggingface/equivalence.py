@@ -157,7 +157,7 @@ def offline() -> Iterator[None]:
 def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return our model's float32 logits `[1, n, vocabulary]`, with weights rounded to `dtype`.
 
-    PC layers are computed in the graph, which shares no code with merging weights for export.
+    PC layers are computed in the graph, by code that is independent of the export's.
     """
     # Other attention kernels require GPUs or packages.
     model = replace(weights.config.model, attention_backend="sdpa", attention_kernel="auto")

@@ -240,7 +240,7 @@ class TheirFiles:
 
 
 def _other_weights(source: Path) -> str:
-    """Return the suffix of the missing safetensors error, which names weights in other formats."""
+    """Return the end of the error for missing safetensors: which other weight files exist."""
     kinds = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
     names = sorted(path.name for path in source.iterdir() if path.suffix in kinds)
     if not names:

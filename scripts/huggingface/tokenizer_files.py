@@ -78,7 +78,7 @@ def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
 
 
 def as_trained(content: bytes) -> bytes:
-    """Strip the template that adds tokens such as `<s>` to a text from a tokenizer.json.
+    """Remove the post-processor template, which adds tokens such as `<s>`, from a tokenizer.json.
 
     Data is prepared without these tokens, so the model was not trained on them.
     """
@@ -88,8 +88,8 @@ def as_trained(content: bytes) -> bytes:
         return content
     names = ", ".join(dict.fromkeys(t for t in with_template.tokens if t not in without.tokens))
     print(
-        f"note: the exported tokenizer has no post-processor template, which would add {names}, "
-        "because the training data does not contain these tokens",
+        "note: the tokenizer is exported without its post-processor template: the template adds "
+        f"{names}, which the training data does not contain",
         file=sys.stderr,
     )
     return json.dumps({**json.loads(content), "post_processor": None}, ensure_ascii=False).encode()
