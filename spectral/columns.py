@@ -1,4 +1,4 @@
-"""Numbers columns and sums of columns, and keeps track of columns that are used together."""
+"""Assigns numbers to columns and sums of columns, and tracks which columns are used together."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ class Sums(NamedTuple):
     terms: bool  # whether each pair comes from two tensors that were added
 
     def added(self, numbers: Tensor) -> Tensor:
-        """Return the columns that occur in some, but not all, of the given sums.
+        """Return the columns that occur in some, but not all, of the sums with the given numbers.
 
         A column that occurs in all of them only scales or shifts them.
         """
@@ -29,14 +29,14 @@ class Sums(NamedTuple):
         return torch.cat(moving or [*pairs])
 
     def vectors(self, numbers: Tensor) -> list[Tensor]:
-        """Return the two terms of a vector of sums, or [] if two of its elements share a column."""
+        """Return the two vectors of terms in a vector of sums, or [] if any sums share a column."""
         pairs = self.pairs[numbers - self.start]
         separate = self.terms and len(numbers) > 1 and len(pairs.unique()) == pairs.numel()
         return [*pairs.T] if separate else []
 
 
 class Columns:
-    """Numbers columns by their first element in a weight, and sums by new numbers.
+    """Gives each column the index of its first element in a weight, and each sum a new number.
 
     Columns that are used together are recorded in the `Use` of their weights.
     """
@@ -76,10 +76,10 @@ class Columns:
         return self.matrices[number]
 
     def adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether distinct columns along an axis come from distinct weights or entries."""
+        """Return whether distinct columns along an axis are in different weights or entries."""
         line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
         vector = [*dict.fromkeys(line.long().tolist())]
-        firsts = (vector[:2], vector)  # fast path: the first two usually belong to one matrix
+        firsts = (vector[:2], vector)  # fast path: the first two usually belong to the same matrix
         return len(vector) > 1 and all(len({*map(self.matrix, v)}) == len(v) for v in firsts)
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
@@ -104,7 +104,7 @@ class Columns:
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
         """Return numbers for elements that depend on both a column in `first` and one in `second`.
 
-        With `terms`, the elements are sums whose terms are vectors from separate layers.
+        `terms` means that the elements are sums, and that their terms come from separate layers.
         """
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
@@ -127,7 +127,7 @@ class Columns:
     def settle(self, rows: Tensor, kind: str, whole: bool = True) -> None:
         """Record that an operation uses each row of the columns `[rows, n]` as a single vector.
 
-        With `whole`, every element of a vector has exactly one number in its row.
+        `whole` means that a row has exactly one number for each element of the vector.
         """
         for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
             used = row[row >= 0]

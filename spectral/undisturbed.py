@@ -30,7 +30,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     numbers = numpy.random.get_state() if numpy is not None else None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
-    torch.backends.mha.set_fastpath_enabled(False)  # the fast path hides a layer in one op
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path runs a whole layer as one op
     try:
         for space in spaces:
             space.update({k: copied(v, parameters, copies) for k, v in space.items()})

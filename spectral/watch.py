@@ -2,8 +2,8 @@
 
 A weight's name and shape do not tell which matrices it holds, but the use of its outputs does. The
 model is therefore run once. The result of each matmul with a weight has a *shadow* (`shadow.py`),
-which holds the number of a column (an output of the weight) for each element. Operations propagate
-shadows:
+which holds, for each element, the number of a column (an output of the weight). Operations
+propagate shadows:
 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
@@ -48,7 +48,7 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
-"""Operations that multiply two consecutive arguments, with the position of the first one."""
+"""Maps operations that multiply two consecutive arguments to the position of the first one."""
 FILLS = ("where", "lerp", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without products."""
@@ -57,11 +57,11 @@ COPIES = ("clone", "_to_copy", "copy", "mul", "div")
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "multinomial": 4}
 CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 1)
-"""Operations that choose among columns, with the position of their axis argument."""
+"""Maps operations that choose among columns to the position of their axis argument."""
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
-"""Operations that choose among columns if one operand is their maximum or minimum."""
+"""Operations that choose among columns if one operand is the maximum or minimum of the columns."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
-"""Maps operations that add to some elements to those that overwrite the same elements."""
+"""Maps operations that add values to elements to operations that overwrite the same elements."""
 MOVES = re.compile(
     r"cat|stack|(_unsafe_)?index(_select|_put|_copy|_add)?|gather|take|repeat|roll|flip|rot90"
     r"|im2col|constant_pad_nd|(reflection|replication)_pad\dd|(slice_|select_|masked_)?scatter"
@@ -73,7 +73,7 @@ STAYS = re.compile(
 )
 """Operations that act on or scale each element but lack torch's pointwise tag."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
-"""Reductions other than sums. Reducing only some columns hides the use of all columns."""
+"""Reductions other than sums. Reducing only some columns hides how all columns are used."""
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
@@ -84,7 +84,7 @@ CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that only read the shape of an input."""
 WAVES = ("sin", "cos", "polar")
-"""Operations that turn the example's positions, but not activations, into rotations."""
+"""Operations that turn positions in the example, but not activations, into rotations."""
 ENDS = re.compile(r".*(loss|entropy|histc).*")
 """Operations whose results do not enter a layer."""
 
@@ -92,7 +92,7 @@ ENDS = re.compile(r".*(loss|entropy|histc).*")
 def watch(
     model: nn.Module, weights: Mapping[str, Tensor], vectors: Mapping[str, Tensor], example: Any
 ) -> dict[str, Seen]:
-    """Run a forward pass, and return the division of each weight that it reveals.
+    """Run a forward pass, and return the division that it reveals for each weight.
 
     Args:
         model: the model. Its parameters, gradients, buffers, modes and attributes (including lists,
@@ -167,7 +167,7 @@ def _run(model: nn.Module, example: Any) -> Any:
 
 
 def _skip(watched: "Watch", computed: parametrize.ParametrizationList) -> None:
-    """Treat a parametrized weight as its original parameter, if that has the same shape."""
+    """Treat a parametrized weight as its original parameter if both have the same shape."""
 
     def pause(*_: Any) -> None:
         watched.paused = True
@@ -197,7 +197,7 @@ class Side(NamedTuple):
         return [] if self.columns is None else _moving(self.columns)
 
     def vectors(self, other: "Side") -> list[int]:
-        """The axes of vectors, if each element of the other side multiplies a whole vector, as
+        """The axes along which vectors lie if each element of `other` multiplies a whole vector, as
         attention weights multiply the values of each head.
         """
         along = [axis for axis in self.moving if other.shape[axis] == 1]
@@ -233,13 +233,13 @@ class Watch(TorchDispatchMode):
             end = start + self.weights.number(weight, start)
             self.numbers.add(Use(name, tuple(weight.shape), weight.stride(), start, end))
         self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
-        # Storages whose values depend on parameters (True) or only on the example (None for the
-        # example itself, otherwise False), rather than only on positions.
+        # Storages whose values depend on parameters (True) or only on the example (False, or None
+        # for the example itself). Storages whose values depend only on positions are missing.
         self.live: WeakKeyDictionary[Any, bool | None]
         self.live = WeakKeyDictionary((storage, True) for storage in self.parameters)
         inputs = [*inputs]
         self.live.update((t.untyped_storage(), None) for t in inputs if t.is_floating_point())
-        # Storages whose values depend on the example, unlike computed weights.
+        # Storages whose values depend on the example, unlike those of computed weights.
         self.activations = WeakKeyDictionary((t.untyped_storage(), None) for t in inputs)
 
     def __torch_dispatch__(
@@ -300,7 +300,7 @@ class Watch(TorchDispatchMode):
         ]
         indices = [t for t in tracked if not _is_continuous(t)]
         acts_on_each = STAYS.fullmatch(name) or torch.Tag.pointwise in func.tags
-        if tracked and name in CHOICES and not _is_continuous(results[-1]):  # not of all elements
+        if tracked and name in CHOICES and not _is_continuous(results[-1]):  # along an axis
             self._choose(name, args, result)
         elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
@@ -332,7 +332,7 @@ class Watch(TorchDispatchMode):
         elif tracked and ENDS.match(name):
             self.end_with(tracked, loss=True)
         elif weights and not tracked and NORMS.fullmatch(name):
-            return  # it only scales the weight
+            return  # the norm only scales the weight
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
 
@@ -341,7 +341,7 @@ class Watch(TorchDispatchMode):
         for t in operands:
             vector = self.vectors.get(t.untyped_storage())
             if vector is None or t.numel() * t.element_size() > t.untyped_storage().nbytes():
-                continue  # repeated, as a token for each entry of a batch
+                continue  # repeated, as a token is for each entry of a batch
             if _is_copy(name, operands):
                 self.vectors.update((result.untyped_storage(), vector) for result in results)
             elif name in PRODUCTS and t.ndim > 1 and min(t.shape[-2:]) > 1:
@@ -443,7 +443,7 @@ class Watch(TorchDispatchMode):
         return isinstance(self.numbers.record(columns.max()), Sums)
 
     def _is_stream(self, tensor: Tensor, name: str) -> bool:
-        """Return whether being added to a tensor proves that a layer is not a head.
+        """Return whether a layer whose outputs are added to `tensor` cannot be a head.
 
         A head's outputs may be added to a scaled example or noise, or subtracted from a target.
         """
@@ -451,7 +451,7 @@ class Watch(TorchDispatchMode):
         return name == "add" if depends is None else depends
 
     def _choose_weights(self, operands: Iterable[Tensor], sides: list[Side]) -> None:
-        """Hide weights whose whole matrices are multiplied by activations, as in mixtures."""
+        """Mark weights as hidden if activations multiply their whole matrices, as in mixtures."""
         for (t, side), (_, factor) in permutations(zip(operands, sides, strict=True), 2):
             shared = [n for n, m in zip(side.shape, factor.shape, strict=True) if n > 1 == m]
             chosen = factor.columns is not None or factor.is_active
@@ -474,7 +474,7 @@ class Watch(TorchDispatchMode):
         return Side(columns, shape, counts, *known)
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        """Follow an operation that moves elements by moving columns or numbers the same way."""
+        """For an operation that moves elements, move their columns or numbers in the same way."""
         operands = tensors_in(args)
         if any(t.is_complex() for t in operands):
             return self._hide(operands, name)
@@ -532,10 +532,10 @@ class Watch(TorchDispatchMode):
             self._hide([source], f"{name} of part of the outputs")
 
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
-        """Follow a sum over axes of an elementwise product, if it computes inner products.
+        """Follow a sum of an elementwise product over `axes` if it computes inner products.
 
-        It does if one factor is a parameter, if the factors broadcast along different token axes as
-        in attention, or if one factor is a state of outer products.
+        The sum computes inner products if one factor is a parameter, if the factors broadcast along
+        different token axes as in attention, or if one factor is a state of outer products.
         """
         first, second = sides
         if first.is_parameter or second.is_parameter:
@@ -560,15 +560,16 @@ class Watch(TorchDispatchMode):
         return any(axes <= own and own.isdisjoint(constant) for own in moving)
 
     def _is_headwise(self, columns: Tensor, axes: set[int]) -> bool:
-        """Return whether a sum of products over `axes` adds up consecutive columns, but not all.
+        """Return whether a sum of products over `axes` adds consecutive, but not all, columns.
 
-        These are inner products of heads, as between the two nodes of each edge in a graph.
+        Such sums are inner products of heads, as between the two nodes of each edge in a graph.
         """
         steps = [steps for steps in self._steps(columns) if len(steps) > 1]
         return any({min(own, key=own.__getitem__)} == axes for own in steps)
 
     def _steps(self, columns: Tensor) -> Iterator[dict[int, float]]:
-        """Yield, for columns and their terms, the smallest change along each axis that changes."""
+        """Yield the smallest change along each changing axis, for columns and each of their
+        terms."""
         terms, seen = [columns], set[int]()
         for term in terms:
             moving = [a for a in range(term.ndim) if bool((term != term.narrow(a, 0, 1)).any())]
@@ -673,7 +674,8 @@ class Watch(TorchDispatchMode):
             self._made(out, columns, out.ndim - 2 if weight == 0 and out.ndim > 1 else -1)
 
     def _entries(self, weight: Tensor, out: Tensor) -> Tensor:
-        """Return the offsets of a stack's entries if a batched matmul uses them in order, or 0."""
+        """Return a stack's entry offsets if a batched matmul uses the entries in order, else a
+        0."""
         use = self._use(weight)
         if (weight.ndim, len(use.shape), out.ndim) == (3, 3, 3):
             numbers = self.weights[weight].read(weight[:, :1, :1]).flatten() - use.start
@@ -686,11 +688,11 @@ class Watch(TorchDispatchMode):
     def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[list[int]]:
         """Return the axes of the vectors used by a matmul that sums over `axis`.
 
-        They lie along `axis`, unless the matmul is a weighted sum of vectors: then they lie along
-        all other axes if it adds outputs of different matrices, and along its other axis if, in a
-        matmul of activations, consecutive outputs lie along that axis. A matmul with a state of
-        outer products uses vectors along both axes. The first of three or more axes enumerates the
-        entries of a batch, which are separate.
+        Vectors lie along `axis`, with two exceptions. A matmul that adds outputs of different
+        matrices is a weighted sum of vectors that lie along all other axes. A matmul of activations
+        whose other axis holds consecutive outputs is a weighted sum of vectors along that other
+        axis. A matmul with a state of outer products uses vectors along both axes. With three or
+        more axes, the first enumerates the separate entries of a batch.
         """
         axes = range(columns.ndim > 2, columns.ndim)
         others = [a for a in axes if columns.shape[a] > 1 and a != axis % columns.ndim]
@@ -710,7 +712,8 @@ class Watch(TorchDispatchMode):
     ) -> Tensor:
         """Return the columns of a matmul that keeps axis `kept` of a weight.
 
-        `apart`: the matmul uses a single stack entry, whose columns differ from other entries'.
+        `apart` means that the matmul uses one stack entry, whose columns differ from those of
+        others.
         """
 
         def along(axis: int) -> Tensor:
@@ -728,7 +731,7 @@ class Watch(TorchDispatchMode):
         return torch.cat([use.columns(own, inputs, apart) for use, own in kept_parts])
 
     def _attend(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Follow attention in a single operation (enabled by a context manager in the model)."""
+        """Follow attention that a context manager in the model runs as a single operation."""
         for operand in (query, key, value):
             self.numbers.consume(self.columns.read(operand), [-1], INNER)
         if (columns := self.columns.read(value)) is not None:
@@ -737,7 +740,7 @@ class Watch(TorchDispatchMode):
             self.columns.write(out, self._folded(columns, [2]))
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
-        """Follow a convolution with options bias, stride, ..., transposed, padding, groups."""
+        """Follow a convolution; `options` are bias, stride, ..., transposed, padding and groups."""
         transposed, groups = options[4], options[6]
         # A single filter per channel only scales the channel and mixes neighbouring positions.
         depthwise = groups > 1 and groups == source.shape[1] == out.shape[1]
@@ -764,7 +767,7 @@ class Watch(TorchDispatchMode):
             self._made(out, numbers[None], 1)
 
     def _made(self, out: Tensor, columns: Tensor, axis: int) -> None:
-        """Record a matmul's columns `[1 or n, columns]` along its first axis and `axis`."""
+        """Record a matmul's columns `[1 or n, columns]`, which lie along axis 0 and `axis`."""
         sizes = [1] * out.ndim
         sizes[0], sizes[axis] = columns.shape  # if `out` has one axis, there is one row of columns
         self.columns.write(out, columns.double().to(out.device).view(sizes))

@@ -83,8 +83,8 @@ class Use:
     def columns(self, numbers: Tensor, inputs: set[int], apart: bool = False) -> Tensor:
         """Record a matmul that sums over the axes `inputs`. Return each column's first element.
 
-        With `apart`, if the matmul uses a single entry of a stack, the columns are those of that
-        entry instead of the first.
+        `apart` means that if the matmul uses a single stack entry, the columns belong to that entry
+        rather than to the first one.
         """
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]
@@ -98,11 +98,11 @@ class Use:
         """Return the weight's division and the reason for it.
 
         Args:
-            taken: the weights whose outputs are used by another layer, and None.
+            taken: the weights whose outputs another layer uses; it also contains None.
 
         Raises:
-            ValueError: if the pass does not use the weight, hides how its outputs are used or
-                drops them, or if no division matches their use.
+            ValueError: if the pass does not use the weight, drops its outputs or hides how they are
+                used, or if no division matches the outputs' use.
         """
         if not self.used:
             raise ValueError("the forward pass did not use it")
@@ -162,7 +162,8 @@ class Use:
         return prod(self.shape[a] for a in self.outputs) * self.groups
 
     def _entries(self) -> list[dict[str, set[tuple[int, ...]]]]:
-        """Return the sets of each stack entry if entries are used one by one, or all sets.
+        """Return the sets of each stack entry if entries are used one by one, else all sets as one
+        item.
 
         Each entry's columns are numbered like those of the first entry.
         """
