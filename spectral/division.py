@@ -37,8 +37,8 @@ class Division:
         stacked: whether the first axis enumerates matrices, such as the experts in a layer.
         stride: number of interleaved matrices, such as gate and up: matrix j consists of outputs
             j, j + stride, ...; each interleaved matrix is further split by `rows`.
-        groups: number of equal parts of the first axis (the second if stacked) that are separate
-            matrices, such as the groups of a transposed convolution.
+        groups: number of equal parts into which the first axis (the second if stacked) is divided,
+            each a separate matrix, such as the groups of a transposed convolution.
     """
 
     rows: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class Division:
         return cls(**{**value, **counts, "rows": tuple(map(int, rows))})
 
     def settings(self) -> dict[str, Any]:
-        """Return the mapping that `of` parses, with plain values."""
+        """Return the division as a mapping of plain values, which `of` parses."""
         return asdict(self) | {"rows": list(self.rows)}
 
     def boxes(self, shape: Iterable[int]) -> list[Box]:

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 UNREAD = {"torch", "einops", "numpy", "apply_chunking_to_forward", *sys.stdlib_module_names}
-"""Packages and functions whose code is not read, because their names say enough or because they
+"""Packages and functions whose code is not read, because the names alone say enough or because they
 only split tokens."""
 OPAQUE = "<opaque>"
-"""Stands for code that cannot be read: a C extension, a Triton kernel, an operator that is not
+"""Word for code that cannot be read: a C extension, a Triton kernel, an operator that is not
 torch's, or a module that has not been imported yet."""
 MOST = 200
 """Maximum number of functions to read per module."""
 
 
 class ForwardWords:
-    """The words in modules' forward passes, in execution order.
+    """Words (names, operators and indices) in modules' forward passes, in execution order.
 
     The name of a called function is followed by the function's words. Names of child modules start
     with a dot and, if the child has no parameters, are followed by its class name and its words.
@@ -48,7 +48,8 @@ class ForwardWords:
     def after(self, module: nn.Module, child: str) -> list[str]:
         """Return the words that follow a child's name in a module's forward pass.
 
-        In an `nn.Sequential`, they end where the next module with parameters uses a child.
+        For a child of an `nn.Sequential`, stop where the next module with parameters uses one of
+        its own children.
         """
         if not isinstance(module, nn.Sequential):
             words = self.of(module)
@@ -74,7 +75,7 @@ class ForwardWords:
         function: Any,
         known: dict[CodeType, list[str]],
     ) -> list[str]:
-        """Return the words in a function, caching the words of every function in `known`."""
+        """Return the words in a function, and cache the words of each function read in `known`."""
         if (graph := getattr(function, "inlined_graph", None)) is not None:  # a torch.jit function
             operations = re.findall(r"aten::(\w+)", str(graph))
             return ["Ellipsis" if word == "slice" else word for word in operations]
@@ -99,7 +100,7 @@ class ForwardWords:
                 if outer == [""] and word not in local:
                     continue
                 words += [word] if outer != [""] else []
-                if "loss" in word:  # losses only use the model's outputs
+                if "loss" in word:  # a loss only uses the model's outputs
                     continue
                 for owner, called in _called(module, local, function.__globals__, path):
                     inner = self._read(owner, children if owner is module else {}, called, known)
@@ -108,7 +109,7 @@ class ForwardWords:
 
 
 def _is_opaque(function: Any) -> bool:
-    """Return whether a callable is not torch's and its code cannot be read."""
+    """Return whether a callable is defined outside torch and its code cannot be read."""
     kind = type(function).__module__
     if kind in ("torch._ops", "torch._library.custom_ops"):
         return "aten" not in str(function)
@@ -173,7 +174,7 @@ def _called(
 
 
 def _attributes(value: Any, name: str) -> list[Any]:
-    """Return attribute `name` of a value and of its classes, without evaluating properties."""
+    """Return every attribute `name` of a value and its classes, without evaluating properties."""
     if isinstance(value, ModuleType):
         own = getattr(value, name, None)
         return [_unimported(f"{value.__name__}.{name}") if own is None else own]
@@ -192,7 +193,7 @@ def _function(value: Any) -> Any:
     value = value.func if isinstance(value, (partial, partialmethod, cached_property)) else value
     value = value.__func__ if isinstance(value, classmethod) else value
     if isinstance(value, nn.Module) and not is_bare(value):
-        return None  # this module's layers do not belong to the caller
+        return None  # layers in `value` do not belong to the caller
     if isinstance(value, (type, nn.Module)):
         value = getattr(value, "forward", None)  # a type is a torch.autograd.Function
     return value if callable(value) or _is_opaque(value) else None

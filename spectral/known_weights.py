@@ -1,8 +1,8 @@
-"""Infers a weight's division from names, classes and attributes in the model.
+"""Infers how a weight divides into matrices from names, classes and attributes in the model.
 
-The model is not run. A weight counts as a single matrix only if nothing suggests several and a
-nearby layer has as many inputs as the weight has outputs. If a weight's division is unclear, an
-error lists the remedies.
+The model is not run. A weight counts as a single matrix only if nothing suggests that it holds
+several, and if a nearby layer has as many inputs as the weight has outputs. If a weight's division
+is unclear, an error lists the remedies.
 """
 
 import re
@@ -74,7 +74,7 @@ ATTENTION = re.compile(
 """Names of layers next to attention projections that are not divided into heads: output, gates,
 low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu", OPAQUE}
-"""Functions that split a tensor, and the word for unreadable code, which may do so."""
+"""Functions that split a tensor, and the word for unreadable code, which may split one."""
 GATES = {"*", "mul"}
 """Operators and functions that multiply the two halves of a layer's outputs."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
@@ -93,7 +93,7 @@ WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 
 
 class KnownWeights:
-    """Infers the divisions of a model's weights from its names, classes and attributes."""
+    """Infers how a model's weights divide into matrices from names, classes and attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers, self.blocks = Layers(model), _blocks(model)
@@ -106,7 +106,7 @@ class KnownWeights:
         self.heads = {id(p) for head in heads for p in (self._last(head) or head).parameters()}
 
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
-        """Return each weight's division. Raise ValueError if any is unclear."""
+        """Return each weight's division into matrices. Raise ValueError if any is unclear."""
         answers = {weight.name: self.answer(weight) for weight in weights}
         for module in self.headed:
             sizes = {x.inputs for x in self.layers.within(module)} or {0}
@@ -120,7 +120,7 @@ class KnownWeights:
         return answers
 
     def answer(self, weight: Weight) -> Seen:
-        """Return a weight's division. Raise ValueError if it is unclear."""
+        """Return a weight's division into matrices. Raise ValueError if it is unclear."""
         parameter, module = weight.parameter, weight.module
         norm = NORMS.search(kind_of(module)) or isinstance(module, nn.LayerNorm)
         if GAINS.search(weight.own) or (weight.is_layer and norm):
@@ -145,7 +145,7 @@ class KnownWeights:
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
-        """Return the division of a weight that is not a gain, head, router or table, and why.
+        """Return a division, with evidence, for a weight that is not a gain, head, router or table.
 
         Raises ValueError if the division is unclear.
         """
@@ -225,7 +225,7 @@ class KnownWeights:
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer that is not divided by name is an output layer, and the evidence.
+        """Return whether a layer named like a single matrix is an output layer, and the evidence.
 
         The evidence is the layer's name or the input sizes of other layers. Raises ValueError if no
         nearby layer uses all of its outputs.
@@ -262,7 +262,7 @@ class KnownWeights:
             return None  # the enclosing head also has a weight
         if takers:
             if takers <= again:
-                why = "the layers with as many inputs also run before it"
+                why = "all layers that could use its outputs also run before it"
                 raise _unclear(weight, f" could be an output head or a single matrix: {why}")
             if takers & self.repeated and self._may_end(weight, later, mixer):
                 why = "other blocks run after it"
@@ -318,11 +318,13 @@ class KnownWeights:
         return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], set[nn.Module], str]:
-        """Return the matmul layers after a weight's layer, and the class of a mixer.
+        """Return the matmul layers after a weight's layer, modules that run before it, and a
+        mixer's class.
 
-        They come later in model order or in a forward pass. A mixer is a module that adds or
-        multiplies activations after the weight's layer; the class is "" if there is none. The set
-        holds the modules of layers that a forward pass uses earlier, possibly in another branch.
+        A layer counts as later if it follows in model order or in a forward pass. The modules hold
+        layers that a forward pass uses before the weight's layer, possibly in another branch. A
+        mixer is a module that adds or multiplies activations after the weight's layer; without one,
+        the class is "".
         """
         steps, mixer, again = weight.path[_base(weight) :], "", set[nn.Module]()
         later = [*self.layers.after(steps[0][1], steps[-1][1])]
@@ -390,7 +392,7 @@ class KnownWeights:
         products = sum(word in PRODUCTS for word in words)
         return (
             not parts >= {*"qkv"}
-            # A single product, of queries and keys, means that there are no values.
+            # If the only product is that of queries and keys, there are no values.
             and (products > bool(parts) or "scaled_dot_product_attention" in words)
             and not (SHAPES | AXES).isdisjoint(words)
             and self.blocks.isdisjoint({*module.modules()} - {module})
@@ -398,7 +400,7 @@ class KnownWeights:
         )
 
     def _joins(self, part: str, name: str, around: nn.Module) -> bool:
-        """Return whether a projection, or the attention after it, may concatenate more heads."""
+        """Return whether a projection or its attention may append further heads to its outputs."""
         inner = getattr(around, name, None)
         words = [word for word in self.words.of(around) if word != "torch"]
         passes = isinstance(inner, nn.Module) and "cat" in self.words.of(inner)
@@ -417,7 +419,7 @@ class KnownWeights:
         return ""
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
-        """Return the division of a stack of experts `[experts, ., .]`, and the reason."""
+        """Return the division of a stack of experts `[experts, ., .]`, and the evidence."""
         module, shape = weight.module, tuple(weight.parameter.shape)
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
         transposed = getattr(module, "is_transposed", None)
@@ -454,7 +456,7 @@ def _divider(module: nn.Module, words: set[str]) -> str:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return a projection's rows per head; None without evidence, 0 if the evidence is unclear."""
+    """Return a projection's rows per head, None without a sign of heads, or 0 if it is unclear."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
@@ -468,7 +470,7 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
     children = around.named_children()
     layers = [(projection_of(name), Layer.of(module)) for name, module in children]
     count = ("q" in part) * heads + len(part.strip("q")) * keys
-    if size and heads:  # they must agree; queries may have several vectors per head
+    if size and heads:  # size and count must agree; queries may have several vectors per head
         queries = [x.outputs for p, x in layers if p == "q" and x] + [outputs] * (part == "q")
         fewer = not stated and part != "q"  # maybe one key for all heads
         agree = count * size % outputs == 0 if fewer else outputs == count * size
@@ -549,7 +551,7 @@ def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> boo
 
 
 def _is_table(weight: Weight) -> bool:
-    """Return whether a weight's name and shape suggest that its rows are looked up or added."""
+    """Return whether a weight's name and shape suggest a table of rows to look up or to add."""
     if kind_of(weight.module).endswith("Embedding"):
         return True
     if weight.is_layer:

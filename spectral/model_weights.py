@@ -37,7 +37,7 @@ class Weight(NamedTuple):
 
     @property
     def own_name(self) -> str:
-        """The name that indicates the weight's use: the layer's, or a bare parameter's own name."""
+        """The name that indicates the weight's use: its layer's or a bare parameter's own name."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property

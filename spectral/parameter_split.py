@@ -1,8 +1,9 @@
 """Splits a model's parameters into groups: matrices for a spectral rule, everything else for AdamW.
 
 `split_parameters` determines each weight's rule and its division into matrices. Explicit arguments
-take precedence. Other weights are assigned by watching a forward pass on an example (`watch.py`)
-or, without one, by names, classes and attributes in the model (`known_weights.py`).
+take precedence. Weights without explicit arguments are assigned by watching a forward pass on an
+example (`watch.py`) or, without one, by names, classes and attributes in the model
+(`known_weights.py`).
 """
 
 import re
@@ -82,7 +83,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         return [p for g in self.groups if "rule" in g for _, p in g["params"]]
 
     def __str__(self) -> str:
-        """Return a table with one row for repeated layers, and a line for frozen parameters."""
+        """Return a table in which repeated layers share a row, and a line for frozen parameters."""
         counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
         for (name, shape, rule, matrices, matrix, reason), count in counts.items():
@@ -105,8 +106,8 @@ def split_parameters(
 ) -> ParameterSplit:
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
-    AdamW updates embeddings, tables and tokens, output heads, expert routers, and gains and biases,
-    the last two without weight decay. It also updates vectors: parameters with only one side longer
+    AdamW updates embeddings, tables, tokens, output heads, expert routers, gains and biases; weight
+    decay is off for gains and biases. It also updates vectors: parameters with only one side longer
     than 1, and matrices with a side of 1. A shared parameter appears once, and counts as an
     embedding if shared with one. The optimizer's rule updates everything else. A parameter that
     holds several heads, gates, groups or experts is divided into several matrices.
@@ -124,10 +125,10 @@ def split_parameters(
     Raises:
         ValueError: if a weight looks like several matrices or its use is unclear, if rows do not
             divide a weight, if a pattern matches nothing, if patterns specify different divisions
-            of a parameter, if an elementwise part belongs to another model, if parameters are
+            of a parameter, if an entry of `elementwise` belongs to another model, if parameters are
             flattened, if no parameter is left for the optimizer's rule, or if the forward pass on
             `example` does not use a weight or does not reveal its division.
-        TypeError: if `module`, `units` or an elementwise part has the wrong type.
+        TypeError: if `module`, `units` or an entry of `elementwise` has the wrong type.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -202,7 +203,7 @@ def check_name(name: str) -> None:
 
 
 def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
-    """Return the divisions in `units`. TypeError and ValueError name the pattern."""
+    """Return the divisions in `units`. Errors for invalid divisions name the pattern."""
     if not isinstance(units, Mapping):
         raise TypeError(f"units must be a mapping of patterns to divisions, got {units!r:.80}")
     divisions = {}
@@ -253,7 +254,7 @@ def _refuse_unfit(weight: Weight) -> None:
 
 
 def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Seen | None:
-    """Return a parameter's division if determined by its shape, module or the user's arguments."""
+    """Return a parameter's division if its shape, its module or an argument determines it."""
     divisions = {*units.values()}
     if len(divisions) > 1:
         raise ValueError(
