@@ -31,7 +31,7 @@ def gram(*stacks: Tensor) -> Tensor:
 
 
 def mirrors(stacks: Sequence[Tensor]) -> bool:
-    """Return whether `gram` computes one triangle of these products and mirrors it."""
+    """Return whether `gram(*stacks)` computes one triangle of each product and mirrors it."""
     return _gram_tile(stacks) is not None
 
 
@@ -60,7 +60,8 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
 def updates(tensors: Sequence[Tensor]) -> bool:
     """Return whether `update_` and `average_` support all tensors on their device.
 
-    They must be float32 and contiguous, unlike slices of a stack and views of a tall convolution.
+    Supported tensors are float32 and contiguous, unlike slices of a stack and views of a tall
+    convolution.
     """
     if not (listed(device_name(tensors[0].device)) and has_triton()):
         return False
@@ -72,7 +73,7 @@ def _gram_tile(stacks: Sequence[Tensor]) -> Tile | None:
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
-    """Return the kernel's tile, or None for the library, the only one that supports autograd."""
+    """Return the kernel's tile, or None to use the library, as autograd requires."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return None
     # Only read shapes on listed devices: under tracing, they may be unknown.

@@ -25,7 +25,7 @@ OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped
 Precision = Literal["ieee", "tf32x3"]
 
 SMALL = 64
-"""Maximum number of rows of a projected matrix, and of poles, for which a Triton kernel is used."""
+"""A Triton kernel is used up to this number of rows in a projected matrix, or of poles."""
 VECTORS = 32
 """Maximum number of vectors per matrix that one Triton program orthonormalises; more would not fit
 in its registers."""
@@ -73,7 +73,7 @@ class Tile:
 
 
 QUACK = Tile(0, 0, 0, 0)
-"""Placeholder for the symmetric GEMM in quack-kernels, which selects its own tiles."""
+"""Stands in for a `Tile`: quack-kernels' symmetric GEMM, which selects its own tiles."""
 
 
 @dataclass(frozen=True)

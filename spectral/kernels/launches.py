@@ -1,6 +1,6 @@
 """Records Triton kernel launches on machines that cannot run the kernels.
 
-A record holds the tensors that the launch would read and write, its FLOPs, and the kernel
+A record holds the tensors that the launch would read and write, the launch's FLOPs, and the kernel
 specialisation, which `compile_for` can compile.
 """
 

@@ -98,12 +98,12 @@ def _mirror_(x: Tensor) -> None:
 
 
 def is_slow(x: Tensor) -> bool:
-    """Return whether matmuls in this dtype are slower than in float32."""
+    """Return whether matmuls in the dtype of `x` are slower on its device than in float32."""
     return x.device.type == "cpu" and x.dtype in SLOW_ON_CPU
 
 
 def product_flops(rows: int, inner: int, cols: int) -> float:
-    """Return the FLOPs of `[rows, inner] @ [inner, cols]`, regardless of how fast it runs.
+    """Return the number of FLOPs (not the speed) of `[rows, inner] @ [inner, cols]`.
 
     A multiply-add counts as two FLOPs. Algorithm costs count the matmuls that the code runs, but
     not the small dense algebra in Krylov spaces, which only matters below about 100 rows. Placement

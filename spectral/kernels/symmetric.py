@@ -157,7 +157,7 @@ def product(
 def by_quack(
     a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float
 ) -> Tensor:
-    """Compute `product` with quack-kernels, which also computes half of the tiles only."""
+    """Compute `product` with quack-kernels, which also computes only half of the tiles."""
     from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
 
     out: Tensor = gemm_symmetric(a, b.mT, s, alpha=alpha, beta=beta)
@@ -224,7 +224,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     rows = row * BLOCK + tl.arange(0, BLOCK)
     cols = col * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    # Set the depth of all stacks that do not contain this matrix to zero, so they are not read.
+    # Set the depth of stacks that do not contain this matrix to zero, so that they are not read.
     d0 = tl.where(matrix < end0, depth0, 0)
     d1 = tl.where((matrix >= end0) & (matrix < end1), depth1, 0)
     d2 = tl.where((matrix >= end1) & (matrix < end2), depth2, 0)

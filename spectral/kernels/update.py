@@ -52,7 +52,7 @@ def average_(grad: Tensor, mean: Tensor, decay: float, active: Tensor, *, nester
         decay: mu, the mean's decay rate.
         active: bool, 0-d, on the same device. If False, `mean` is left unchanged and copied to
             `grad`.
-        nesterov: whether to average the gradient into the new mean once more for the direction.
+        nesterov: whether the direction averages the gradient into the new mean once more.
     """
     if grad.numel():
         momentum_kernel[(triton.cdiv(grad.numel(), BLOCK),)](
@@ -114,7 +114,7 @@ def update_(
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
         scale: like `factor`, or None.
-        cautious: only multiply by `factor` where weight and direction do not have opposite signs.
+        cautious: skip multiplication by `factor` where weight and direction have opposite signs.
 
     Raises:
         ValueError: if a matrix has 2^31 elements or more.
