@@ -53,10 +53,10 @@ class AdamW(SpectralOptimizer):
         epsilon (default 1e-08): Positive number added to the square root of the second moment.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
-        replicas: process group of the ranks that replicate plain parameters; None means that of the
-            DDP model passed to `split_parameters`.
+        replicas: process group of the ranks that replicate plain parameters; None means the group
+            of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own.
+            their own dtype.
     """
 
     default_rule = "adamw"
@@ -105,10 +105,10 @@ class Muon(SpectralOptimizer):
             ("Cautious Weight Decay", Chen et al., 2025).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
-        replicas: process group of the ranks that replicate plain parameters; None means that of the
-            DDP model passed to `split_parameters`.
+        replicas: process group of the ranks that replicate plain parameters; None means the group
+            of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own.
+            their own dtype.
     """
 
     default_rule = "muon"
@@ -164,10 +164,10 @@ class NorMuon(SpectralOptimizer):
             [0, 1).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
-        replicas: process group of the ranks that replicate plain parameters; None means that of the
-            DDP model passed to `split_parameters`.
+        replicas: process group of the ranks that replicate plain parameters; None means the group
+            of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own.
+            their own dtype.
     """
 
     default_rule = "normuon"
@@ -226,10 +226,10 @@ class AdaMuon(SpectralOptimizer):
             [0, 1); the paper sets it to `momentum`.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
-        replicas: process group of the ranks that replicate plain parameters; None means that of the
-            DDP model passed to `split_parameters`.
+        replicas: process group of the ranks that replicate plain parameters; None means the group
+            of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own.
+            their own dtype.
     """
 
     default_rule = "adamuon"
@@ -291,10 +291,10 @@ class MuonSphere(SpectralOptimizer):
             not be negative.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
-        replicas: process group of the ranks that replicate plain parameters; None means that of the
-            DDP model passed to `split_parameters`.
+        replicas: process group of the ranks that replicate plain parameters; None means the group
+            of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own.
+            their own dtype.
     """
 
     default_rule = "muon_sphere"
@@ -359,21 +359,21 @@ class SpectralSphere(SpectralOptimizer):
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); must
             not be negative.
         tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None means
-            2e-4, or the rounding error of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16
-            bits, a component along u v^T of up to 0.05 (float16) or 0.1 (bfloat16) is attributed to
-            rounding and subtracted from the direction; a larger one is kept.
+            1e-3 with msign_dtype float16, 5e-3 with bfloat16 (msign's rounding errors), and 2e-4
+            otherwise. In 16 bits, a component along u v^T of up to 0.05 (float16) or 0.1 (bfloat16)
+            is attributed to rounding and subtracted from the direction; a larger one is kept.
         max_evaluations (default None): Maximum number of msign evaluations per unit and step;
-            without early exit, the exact number. None means 8 with early exit, else 1, or 2 for
+            without early exit, the exact number. None means 8 with early exit; without it, 2 for
             float32 matrices with more than 256 rows on GPUs with slow float64 (consumer cards,
-            B300).
+            B300), and 1 otherwise.
         early_exit (default None): Stop once all units have converged, which requires a host sync;
             None means true only on CPU.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
-        replicas: process group of the ranks that replicate plain parameters; None means that of the
-            DDP model passed to `split_parameters`.
+        replicas: process group of the ranks that replicate plain parameters; None means the group
+            of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own.
+            their own dtype.
     """
 
     default_rule = "spectral_sphere"
@@ -440,10 +440,10 @@ class MuonPlusPlus(SpectralOptimizer):
             rescales the weight to the radius. dual: a first-order relaxation that only requires u^T
             D v = 0.
         tolerance (default None): Largest |u^T D v| that counts as tangent, for algorithm dual only;
-            None means 2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16.
+            None means 1e-3 with msign_dtype float16, 5e-3 with bfloat16, and 2e-4 otherwise.
         max_evaluations (default None): Number of msign evaluations per unit and step, for algorithm
-            dual only; None means 1, or 2 for float32 matrices with more than 256 rows on GPUs with
-            slow float64 (consumer cards, B300).
+            dual only; None means 2 for float32 matrices with more than 256 rows on GPUs with slow
+            float64 (consumer cards, B300), and 1 otherwise.
         correlation_rescale (default False): The first time the correlation rho of the entries (eq.
             4.13) exceeds its threshold, multiply the weight by sqrt(last step's rho / rho). Not
             supported with project_rescale.
@@ -451,10 +451,10 @@ class MuonPlusPlus(SpectralOptimizer):
             (rows^-1/2 + cols^-1/2).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
-        replicas: process group of the ranks that replicate plain parameters; None means that of the
-            DDP model passed to `split_parameters`.
+        replicas: process group of the ranks that replicate plain parameters; None means the group
+            of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own.
+            their own dtype.
     """
 
     default_rule = "muon_plus_plus"
@@ -507,10 +507,10 @@ class SpectralDescent(SpectralOptimizer):
             dtype.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
-        replicas: process group of the ranks that replicate plain parameters; None means that of the
-            DDP model passed to `split_parameters`.
+        replicas: process group of the ranks that replicate plain parameters; None means the group
+            of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own.
+            their own dtype.
     """
 
     default_rule = "spectral_descent"

@@ -39,8 +39,8 @@ class Registry(UserDict[str, type[Rule]]):
     """Maps names to rules.
 
     Rules from other installed packages are loaded lazily, when names are listed or a name is
-    missing, because these packages may import this one. `left_out` maps the names of their unusable
-    rules to the reasons.
+    missing, because these packages may import this one. `left_out` maps the names of unusable rules
+    in those packages to the reasons.
     """
 
     loading = False

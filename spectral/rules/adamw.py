@@ -94,7 +94,7 @@ class AdamWRule(Rule):
             maximize=False,
             found_inf=None if active is None else 1 - taken,
         )
-        for i in (0, 2, 3):  # not gradients, which may be expanded
+        for i in (0, 2, 3):  # gradients may be expanded and are not written back
             tensors, copies = lists[i], dense[i]
             if not all(map(is_, tensors, copies)):
                 torch._foreach_copy_(tensors, copies)

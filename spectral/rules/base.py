@@ -32,7 +32,7 @@ from torch import Tensor
 from ..batching import concat
 
 ELEMENTWISE_FLOPS = 16
-"""FLOPs per element for momentum, decay, update and their norms; within a factor of 1.5 for AdamW.
+"""FLOPs per element for momentum, decay, update and norms; accurate to a factor of 1.5 for AdamW.
 """
 
 State = dict[str, Tensor]
@@ -78,7 +78,7 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """An update rule. Its fields are its hyper-parameters and form its config section."""
+    """An update rule, whose fields are its hyper-parameters and the keys of its config section."""
 
     whole_matrix: ClassVar[bool]
     """Whether the rule needs whole matrices `[batch, rows, cols]`; otherwise it is elementwise."""
@@ -127,7 +127,7 @@ class Rule(ABC):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Compute the input to `update` in place in `grads`. By default, return `grads`.
+        """Compute the inputs to `update` in place from `grads`. By default, return `grads` itself.
 
         The computation is elementwise, so it may run on any slice of a matrix, and only accesses
         the state entries listed in `elementwise_state`.
@@ -273,8 +273,8 @@ def decay_(
 ) -> None:
     """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`.
 
-    `direction` is what will be subtracted afterwards. If given, only entries where weight and
-    direction do not have opposite signs are decayed.
+    If the `direction` that will be subtracted afterwards is given, entries where weight and
+    direction have opposite signs are not decayed.
     """
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
@@ -312,7 +312,7 @@ def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
 
 
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return whether each unit is updated, `[batch]`: it is `sound`, and the step `active`."""
+    """Return whether each unit is updated, `[batch]`: it is `sound` and the step is `active`."""
     return sound if active is None else sound & active
 
 

@@ -161,7 +161,7 @@ class MsignRule(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class PolarRule(MomentumRule, MsignRule):
-    """A whole-matrix rule that steps along polar factors, scaled by the matrix's shape."""
+    """A whole-matrix rule that steps along polar factors with a shape-dependent scale."""
 
     scale: Scale = "spectral_mup"
     """Formula for the shape-dependent update scale (docs/spectral.md)."""
@@ -263,7 +263,7 @@ class PolarRule(MomentumRule, MsignRule):
         return self.update_scale(shape)
 
     def update_scale(self, shape: Sequence[int]) -> float:
-        """Return the scale in updates `lr scale direction` for shape `[rows, cols]`."""
+        """Return the `scale` in the update `lr scale direction` of a `[rows, cols]` unit."""
         return self.scale_factor * SCALES[self.scale](*shape)
 
 

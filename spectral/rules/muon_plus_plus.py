@@ -41,12 +41,12 @@ class MuonPlusPlusRule(RadiusRule):
     krylov_steps: int = 10
     """Number of block Krylov steps per singular triplet and update; at least 1."""
     tolerance: float | None = None
-    """Largest |u^T D v| that counts as tangent, for algorithm dual only; null means 2e-4, or 1e-3
-    with msign_dtype float16 and 5e-3 with bfloat16."""
+    """Largest |u^T D v| that counts as tangent, for algorithm dual only; null means 1e-3 with
+    msign_dtype float16, 5e-3 with bfloat16, and 2e-4 otherwise."""
     max_evaluations: int | None = None
-    """Number of msign evaluations per unit and step, for algorithm dual only; null means 1, or 2
-    for float32 matrices with more than 256 rows on GPUs with slow float64 (consumer cards, B300).
-    """
+    """Number of msign evaluations per unit and step, for algorithm dual only; null means 2 for
+    float32 matrices with more than 256 rows on GPUs with slow float64 (consumer cards, B300), and 1
+    otherwise."""
     correlation_rescale: bool = False
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
     the weight by sqrt(last step's rho / rho). Not supported with project_rescale."""
@@ -167,7 +167,7 @@ class MuonPlusPlusRule(RadiusRule):
         return Polar(solution.direction, solution.bounded), solution.report()
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, gate: Tensor) -> Report:
-        """Multiply the updated `weight` by S / ||W||_2 where `gate` `[batch]`, and report ||W||_2.
+        """Multiply the updated `weight` by S / ||W||_2 where `gate` is True, and report ||W||_2.
 
         The update leaves the triplet (u, v, sigma) unchanged, so iterations started from it would
         never find a singular value that has overtaken sigma. ||W||_2 is therefore computed as the
@@ -186,8 +186,8 @@ class MuonPlusPlusRule(RadiusRule):
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, gate: Tensor) -> Report:
-        """Report the updated weight's `correlation`. With correlation_rescale, rescale it once
-        where `gate` `[batch]`."""
+        """Report the updated weight's `correlation`. With correlation_rescale, rescale each matrix
+        at most once, and only where `gate` `[batch]` is True."""
         rows, cols = weight.shape[-2:]
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         if self.correlation_rescale:

@@ -42,7 +42,7 @@ class RadiusRule(PolarRule):
         return radius(shape, self.radius, self.radius_scaler)
 
     def accepted(self, tolerance: float | None) -> float:
-        """Return the tolerance for tangent directions, or its default if None."""
+        """Return the tolerance for tangent directions; if it is None, return its default."""
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
     def solver(self, tolerance: float | None, **options: Any) -> Solver:

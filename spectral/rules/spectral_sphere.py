@@ -27,17 +27,17 @@ class SpectralSphereRule(MuonSphereRule):
     """SSO, the paper's algorithm 1: retract, then step along `msign(M + lambda u v^T)`."""
 
     tolerance: float | None = None
-    """Largest |<u v^T, direction>| that counts as tangent; null means 2e-4, or the rounding error
-    of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16 bits, a component along u v^T of up
-    to 0.05 (float16) or 0.1 (bfloat16) is attributed to rounding and subtracted from the direction;
-    a larger one is kept."""
+    """Largest |<u v^T, direction>| that counts as tangent; null means 1e-3 with msign_dtype
+    float16, 5e-3 with bfloat16 (msign's rounding errors), and 2e-4 otherwise. In 16 bits, a
+    component along u v^T of up to 0.05 (float16) or 0.1 (bfloat16) is attributed to rounding and
+    subtracted from the direction; a larger one is kept."""
     max_evaluations: int | None = None
     """Maximum number of msign evaluations per unit and step; without early exit, the exact number.
-    null means 8 with early exit, else 1, or 2 for float32 matrices with more than 256 rows on GPUs
-    with slow float64 (consumer cards, B300)."""
+    null means 8 with early exit; without it, 2 for float32 matrices with more than 256 rows on GPUs
+    with slow float64 (consumer cards, B300), and 1 otherwise."""
     early_exit: bool | None = None
-    """Stop once all units have converged, which requires a host sync; null means true only on CPU.
-    """
+    """Stop once all units have converged, which requires a host sync; null means true only on
+    CPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class SpectralSphereRule(MuonSphereRule):
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and step along the tangent direction. See `Rule.update`.
 
-        Reports the metrics of MuonSphere and `TangentSolution.report`.
+        Reports the same metrics as MuonSphere, and those of `TangentSolution.report`.
         """
         tracked, sound, retraction = self.track(stacks)
         solver = self.solver_on(stacks[0].grad.device)
