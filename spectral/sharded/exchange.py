@@ -5,7 +5,7 @@ matrices to their owners, and another sends the results back. Matrices that are 
 are not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the library.
 
 In both, a step sends momenta to owners and updates back. In the trainer, owners keep copies of the
-weights that their rules read, and update them as well. In the library, other code may modify
+weights that their rules read, and update the copies too. In the library, other code may modify
 weights between steps, so weights that are read by the rule are sent to their owners too.
 """
 
@@ -20,8 +20,9 @@ from ..batching import add_all_, copy_all_
 from ..division import Box, narrowed, numel_of
 
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
-"""An all-to-all. Takes the elements to send `[elements]` and the number of elements to receive from
-and to send to each rank. Returns the received elements in rank order."""
+"""An all-to-all. Takes the elements to send `[elements]`, the number of elements to receive from
+each rank, and the number of elements to send to each rank. Returns the received elements in rank
+order."""
 
 
 Held = Mapping[Any, Tensor] | Sequence[Tensor]
@@ -86,7 +87,7 @@ class Side:
     """
 
     def __init__(self, ways: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
-        """Sort `ways`, which are (transfer, part) pairs."""
+        """Sort `ways`, (transfer, part) pairs, into local, held and owned parts."""
         self.local = [(t.matrix, part) for t, part in ways if t.is_local and t.owner == rank]
         parts = [(t, part) for t, part in ways if not t.is_local]
         # Sender and receiver process the parts they have in common in the same order.
@@ -105,8 +106,8 @@ class Side:
 class Exchange:
     """The two all-to-alls for a set of matrices, planned once per rank.
 
-    A whole matrix is a tensor, and a part's `whole` is its slice of that tensor. `owned_matrices`
-    lists the names of the matrices owned by this rank.
+    Each whole matrix is a tensor, and `whole` is the slice of that tensor that a part holds.
+    `owned_matrices` lists the names of the matrices owned by this rank.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Exchange:
         gather_by: AllToAll,
         scatter_by: AllToAll,
     ) -> None:
-        """Plan the transfer of the sources in `inward` and the targets in `outward`.
+        """Plan how to gather the sources in `inward` and scatter to the targets in `outward`.
 
         `gather_by` sends parts to owners, and `scatter_by` sends results back.
         """
@@ -195,7 +196,7 @@ class Exchange:
 def local_pairs(
     parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield two views of each local part, with equal shapes: in its matrix and in its tensor."""
+    """Yield two views of each local part, of equal shape: into its matrix and into its tensor."""
     for matrix, part in parts:
         view = part.of(held)
         yield narrowed(whole[matrix], part.whole).view(view.shape), view

@@ -16,7 +16,7 @@ Strategy = Literal["auto", "ping_pong"]
 """Placement strategy; see `place`."""
 
 SLACK = 0.02
-"""Largest acceptable relative increase of the maximum load in order to send fewer elements."""
+"""Largest relative increase of the maximum load accepted in order to send fewer elements."""
 
 
 @dataclass(frozen=True)

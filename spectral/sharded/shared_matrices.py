@@ -42,7 +42,7 @@ or a state entry."""
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
     """Plan the transfer of part `box` of a tensor to its owner and back.
 
-    The owner receives the parts of the same copy that its own part belongs to.
+    The owner receives parts only from the copy of the tensor that its own part belongs to.
     """
     tensor, near = (key[0], key[2]), layout.copies[owner]
     parts = tuple(
@@ -146,7 +146,8 @@ class SharedMatrices:
                 The active flag must be the same for all parameters and ranks.
 
         Returns:
-            Metrics of the matrices owned by this rank: the parameter of each row, and the report.
+            (parameters, report) pairs for the matrices owned by this rank, with one parameter and
+            one value of each metric per matrix.
         """
         reports = []
         for indices in self._step_groups([self.index[p] for p in parts]):
@@ -208,8 +209,8 @@ class SharedMatrices:
     def _add(self, rule: Rule, members: Sequence[Stack], updates: Sequence[Tensor]) -> None:
         """Add updates to this rank's parts of the weights.
 
-        If the rule does not read weights, they are decayed here, and NaN marks a refused update,
-        which takes no extra bytes or launches per matrix.
+        If the rule does not read weights, the weights are decayed here. NaN marks a refused update,
+        because such a mark takes no extra bytes or launches per matrix.
         """
         if rule.reads_weight:
             torch._foreach_add_([part.weight for part in members], [*updates])
