@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> float:
 
 
 def main() -> None:
-    """Train half the steps, save a checkpoint, and train the other half starting from it."""
+    """Train for half the steps, save a checkpoint, load it, and train for the other half."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps

@@ -34,7 +34,7 @@ def register() -> None:
     for name, kind in KINDS.items():
         emerging_optimizers._EMERGING_OPTIMIZERS[name] = emerging_optimizers.EmergingOptimizerEntry(
             optimizer_cls=partial(build, kind),
-            init_state_fn=lambda optimizer, config=None: None,  # state exists from construction
+            init_state_fn=lambda optimizer, config=None: None,  # optimizers create their own state
             config_to_kwargs=settings,
         )
 

@@ -1,12 +1,12 @@
-"""torchtitan adapter: Muon, MuonSphere, SpectralSphere and Muon++ alongside its own optimizers.
+"""torchtitan adapter: Muon, MuonSphere, SpectralSphere and Muon++ alongside torchtitan's own.
 
     config.optimizer = SpectralOptimizers.Config(
         param_groups=spectral_groups("SpectralSphere", lr=5e-3, head_dim=64, adamw_lr=3e-4)
     )
 
-Written for torchtitan 0.3. The container creates the optimizers after `fully_shard`, so they get
-DTensors, and their state is saved in torchtitan's checkpoints. Experts live on a separate mesh,
-which these optimizers do not support; use AdamW for them.
+Written for torchtitan 0.3. The container creates the optimizers after `fully_shard`, so the
+optimizers get DTensors, and their state is saved in torchtitan's checkpoints. Experts live on a
+separate mesh, which these optimizers do not support; use AdamW for them.
 """
 
 from collections.abc import Callable
