@@ -1,8 +1,9 @@
 """Helpers for grouping items, batching stacks with equal row counts, and fusing copies.
 
 Stacks whose matrices have the same number of rows but different numbers of columns form one batch.
-Quantities whose shape does not depend on the columns are tensors `[sum of batches, ...]`, computed
-once for all stacks. Matmuls with the matrices `[batch, rows, cols]` are launched once per stack.
+Quantities whose shape does not depend on the number of columns are computed once for all stacks, as
+a tensor `[sum of batches, ...]`. Matmuls with the matrices themselves, `[batch, rows, cols]`, are
+launched once per stack.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -39,7 +40,7 @@ def split_like(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def split_figures(
     figures: Mapping[str, Tensor], stacks: Sequence[Tensor]
 ) -> list[dict[str, Tensor]]:
-    """Split per-matrix values `[sum of batches]` by stack."""
+    """Split `[sum of batches]` values, one per matrix, into one tensor per stack."""
     columns = [split_like(figure, stacks) for figure in figures.values()]
     return [dict(zip(figures, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -61,7 +62,7 @@ def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
 
 
 def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
-    """Repeat each stack's value for every matrix in the stack: `[sum of batches]`.
+    """Return one number per matrix, `[sum of batches]`: the value of the matrix's stack.
 
     The result has the dtype and device of the stacks and must not be modified.
     """

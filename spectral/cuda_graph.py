@@ -40,7 +40,7 @@ class CapturedCall:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> bool:
-        """Run, capture or replay. Return False for a replay, which does not execute `call`."""
+        """Run, capture or replay `call`. Return False for a replay, which runs no Python code."""
         self.calls += 1
         if self.stream is None:
             self.call()
@@ -72,7 +72,7 @@ class CapturedCall:
         current.wait_stream(stream)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """Capture the call, which launches no kernels, and then launch the graph."""
+        """Capture the call without launching its kernels, and then launch the graph."""
         graph = torch.cuda.CUDAGraph()
         # thread_local only restricts this thread: NCCL makes CUDA calls from other threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

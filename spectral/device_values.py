@@ -18,7 +18,8 @@ MOST_RESULTS = 4096
 
 
 def constant_result(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache a function's results, and mark it as `torch.compiler.assume_constant_result` does.
+    """Cache a function's results, and mark the function like
+    `torch.compiler.assume_constant_result`.
 
     torch's decorator is not used because it imports the compiler, which takes as long as importing
     torch. Tensors in the results are copied to their device only once: copying them in every step
@@ -42,18 +43,18 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 
 
 SMALL = 2**12
-"""Largest tensor, in bytes, that is faster to copy than to compute the norm of."""
+"""Size in bytes up to which copying a tensor is faster than computing its norm."""
 
 
 def is_known(*tensors: Tensor) -> bool:
-    """Return whether values can be read without a sync: on CPU, outside compiled graphs."""
+    """Return whether values can be read without a sync: true on CPU outside compiled graphs."""
     # Tensor subclasses such as fake tensors may not have values.
     plain = {*map(type, tensors)} <= {Tensor} and all(x.is_cpu for x in tensors)
     return plain and not torch.compiler.is_compiling()
 
 
 def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None if it is known to be all True without a host sync.
+    """Return `predicate`, or None if a check without a host sync shows that it is all True.
 
     None lets callers skip passes over memory that would only restore old values.
     """
@@ -63,11 +64,11 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 
 
 def surely_finite(tensors: list[Tensor]) -> bool:
-    """Return True if all elements are known to be finite without a host sync, else False.
+    """Return True if a check without a host sync shows all elements to be finite, else False.
 
-    Checks norms, which NaN and infinity make nonfinite. May return False for huge finite values,
-    whose norm overflows. A norm takes half the time of `aminmax` and a twentieth of the time of
-    `isfinite`.
+    The check computes norms, which NaN and infinity make nonfinite. May return False for huge
+    finite values, whose norm overflows. A norm takes half the time of `aminmax` and a twentieth of
+    the time of `isfinite`.
     """
     if not is_known(*tensors):
         return False
@@ -80,9 +81,9 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return whether all elements are finite, 0-d on `device` (None: the first tensor's device).
+    """Return a 0-d bool on `device` (None: the first tensor's): whether all elements are finite.
 
-    Checks the minimum and maximum, which cannot overflow, unlike a norm.
+    Computes the minimum and maximum, which cannot overflow as a norm can.
     """
     device = tensors[0].device if device is None else device
     filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no maximum

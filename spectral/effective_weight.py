@@ -52,7 +52,7 @@ def wide_matrices(w: Tensor) -> Tensor:
 
 
 def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
-    """Return `gradient`, which raises RuntimeError if differentiated with respect to `inputs`.
+    """Make `gradient` raise RuntimeError if it is differentiated with respect to `inputs`.
 
     torch's `once_differentiable` only raises if the incoming gradient has a graph; otherwise the
     second derivative is silently zero. `name` is the function named in the error message.
@@ -92,8 +92,8 @@ class Preconditioner:
         norm_recovery: whether to multiply by sg[s]; otherwise PC(W) = gamma g(W / s).
         spectral_norm: "stream" computes s from the cached pair; "none" does not normalise W:
             PC(W) = gamma g(W).
-        init_compensation: whether gamma is initialised so that ||PC(W)||_F = ||W||_F, instead of
-            to 1.
+        init_compensation: whether gamma is initialised so that ||PC(W)||_F = ||W||_F; otherwise
+            gamma starts at 1.
         epsilon: added to s, so that a zero matrix is mapped to zero.
 
     Raises ValueError for an unknown level or `spectral_norm`.
@@ -116,7 +116,7 @@ class Preconditioner:
             object.__setattr__(self, "level", tuple(self.level))
 
     def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float) -> Tensor:
-        """Compute PC(W) in the shape and dtype of `w`, differentiable once in `w` and `gamma`.
+        """Compute PC(W), once differentiable in `w` and `gamma`, in the shape and dtype of `w`.
 
         Raises ValueError for mismatched shapes. Differentiating twice raises RuntimeError.
         """
@@ -195,7 +195,7 @@ class Preconditioner:
 
     @torch.no_grad()
     def tracked_norm(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Compute s = u^T W v `[batch]`, which the map takes as the spectral norm."""
+        """Compute s = u^T W v `[batch]`, which the map uses as the spectral norm."""
         tracked: Tensor = torch.linalg.vecdot(u, (w @ v[..., None])[..., 0])
         return tracked
 
@@ -222,9 +222,9 @@ class Preconditioner:
         """Return the FLOPs per step of a PC layer for a unit of `shape`, excluding the unit's rule.
 
         This counts PC(W), its transposed Jacobian, and the refresh of the singular pair. For sides
-        m <= n and k powers after the first, PC(W) takes 2 matmuls of size m n m and k - 1 of size
-        m^3. The Jacobian recomputes the Gram matrix and the iterates, and takes another 3 matmuls
-        of size m n m and 2 k - 2 of size m^3.
+        m <= n and a polynomial with k terms beyond the linear one, PC(W) takes 2 matmuls of size m
+        n m and k - 1 of size m^3. The Jacobian recomputes the Gram matrix and the iterates, and
+        takes another 3 matmuls of size m n m and 2 k - 2 of size m^3.
         """
         short, long = sorted(shape)
         flops = triplet_cost(short, long, steps=self.steps)

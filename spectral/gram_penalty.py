@@ -29,8 +29,8 @@ def gram_penalty_and_grad(
 
     Args:
         w: `[..., rows, cols]`; the gradient has the same shape and dtype.
-        power: 2 for E / N, 1 for its square root, whose gradient at E = 0 is set to zero, a
-            subgradient.
+        power: 2 for E / N, 1 for its square root, whose gradient is set to zero (a subgradient)
+            where E = 0.
         side: "in" for the Gram matrix W^T W of the columns (`cols` inputs), "out" for W W^T.
         normalize: N is 1 (None), ||W||_F^4 ("frobenius") or n (n - 1) for an n x n Gram matrix
             ("size").
@@ -100,7 +100,7 @@ class _GramPenalty(torch.autograd.Function):
 def gram_penalty(
     w: Tensor, *, power: int = 2, side: Side = "in", normalize: Normalize | None = None
 ) -> Tensor:
-    """Compute the penalty `[...]` of each matrix in `w` `[..., rows, cols]`, differentiable once.
+    """Compute the once-differentiable penalty `[...]` of each matrix in `w` `[..., rows, cols]`.
 
     See `gram_penalty_and_grad` for the arguments, errors and gradient. Differentiating twice raises
     RuntimeError.

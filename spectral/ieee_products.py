@@ -98,7 +98,7 @@ def is_ieee() -> bool:
 
 
 def _legacy_precision() -> str:
-    """Return the precision set through the older function, which raises if newer ones were used."""
+    """Return the precision set with the older API, or infer it if the newer one was used."""
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:

@@ -55,7 +55,7 @@ def spectral_norm(w: Tensor) -> Tensor:
 
 
 def stable_rank(w: Tensor) -> Tensor:
-    """Compute ||W||_F^2 / ||W||_2^2 `[...]`, between 1 and the rank."""
+    """Compute ||W||_F^2 / ||W||_2^2 `[...]`, which lies between 1 and the rank."""
     return stable_rank_of(singular_values(w))
 
 
@@ -89,7 +89,7 @@ def nuclear_norm(w: Tensor) -> Tensor:
 
 
 def nuclear_rank(w: Tensor) -> Tensor:
-    """Compute ||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, at least the stable rank.
+    """Compute ||W||_*^2 / ||W||_F^2 `[...]`, which lies between the stable rank and the rank.
 
     Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). The paper
     predicts that spectral steps help a block if the nuclear rank of its gradient exceeds the stable
@@ -117,7 +117,7 @@ def effective_rank_of(values: Tensor) -> Tensor:
 
 
 def modified_condition_number(w: Tensor) -> Tensor:
-    """Compute sigma_1 over the mean of the smallest tenth of the singular values `[...]`.
+    """Compute sigma_1 divided by the mean of the smallest tenth of the singular values, `[...]`.
 
     The result is at least 1, inf if all of the smallest values are 0, and NaN for a zero matrix.
     Source: "PC Layer", kappa tilde.
@@ -135,7 +135,7 @@ def global_modified_condition_number(numbers: Tensor) -> Tensor:
 
     `numbers` may have any shape. The mean is NaN if no number is finite and positive.
     Source: "PC Layer", which defines GMCN as the mean over the q, k, v, o, gate, up and down
-    matrices of all layers, and uses the effective weight in PC layers.
+    matrices of all layers, with the effective weights of PC layers.
     """
     usable = numbers.isfinite() & (numbers > 0)
     logs = torch.where(usable, numbers, 1).log()
@@ -157,7 +157,7 @@ def noise_of(products: Tensor) -> Noise:
     signal = |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share is
     computed from the centred Gram matrix. The signal-to-noise ratio is proportional to the
     micro-batch size, and the top share is at least 1 / (M - 1), so report the micro-batch size and
-    M along with these estimates. Ratios 0 / 0 are 0.
+    M along with these estimates. Where a ratio is 0 / 0, it is set to 0.
 
     Source: "Learning in Transformers under Spectral Constraints", appendix B. The estimators are
     not from the paper. Raises ValueError for fewer than two gradients.
@@ -180,7 +180,7 @@ def noise_of(products: Tensor) -> Noise:
 
 
 def correlation(w: Tensor) -> Tensor:
-    """Estimate the correlation rho `[...]` between the entries of W, at most 1.
+    """Estimate the correlation rho <= 1 `[...]` between the entries of W.
 
     rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). The estimator is unbiased under the
     model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). However, one matrix is a single draw of

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key in a saved state that holds other programs' entries whose keys are numbers, tensors or this
-name; torch would mistake such keys for parameters."""
+"""Key under which the saved state holds those entries of other programs whose own keys are numbers,
+tensors or this name; torch would mistake such keys for parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -78,12 +78,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             name, "lr": ..., "units": ..., <fields of the rule>}`.
         rule: default rule for groups that do not set one.
         lr: learning rate for groups that use the default rule and do not set one: a number, a 0-d
-            tensor, or None for the rule's default. Groups with other rules default to their rule's.
+            tensor, or None for the rule's default. Groups with other rules use the default of their
+            own rule.
         weight_decay: decoupled weight decay, multiplied by lr, for groups that do not set one.
         nonfinite: on a NaN or infinite gradient, "raise" a FloatingPointError before anything is
             modified (requires a host sync), or "skip" the whole step on the device and count it in
             `skipped_steps`, a 0-d tensor.
-        master_weights: whether to keep a float32 copy of every 16-bit parameter in the state, which
+        master_weights: whether the state keeps a float32 copy of every 16-bit parameter; the copy
             is updated and then rounded to the parameter. Without master weights, a 16-bit parameter
             loses every update below its rounding error: at lr 2e-3, half of Muon's updates.
         replicas: process group of the ranks that replicate all plain parameters and gradients, as
@@ -106,7 +107,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields set by the user
     _replicas: "ProcessGroup | None" = None  # None in a copied optimizer
     _exchange_dtype: torch.dtype | None = None
-    _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from the split; empty in a copy
+    _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from `split_parameters`
 
     def __init__(
         self,
@@ -421,7 +422,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as `torch.optim.Optimizer` does, in the saved dtypes.
+        """Load the state as `torch.optim.Optimizer` does, but keep the saved dtypes.
 
         Hyper-parameters missing from states saved by earlier versions keep their values, or take
         the rule's defaults if the rule has changed. The momenta alone are enough: singular vectors
@@ -429,9 +430,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         programs are loaded as they are.
 
         Raises:
-            ValueError: if, on any rank, the state does not match in rules, units, shapes or
-                parameter order, lacks the entries of a parameter, or is nonfinite. The optimizer is
-                then left unchanged.
+            ValueError: if, on any rank, the state is nonfinite, lacks the entries of a parameter,
+                or does not match in rules, units, shapes or parameter order. The optimizer is then
+                left unchanged.
             TypeError: if `state_dict` is not a mapping.
         """
         if not isinstance(state_dict, Mapping):
@@ -667,7 +668,7 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
 
 
 def _are_float64(params: Iterable[Any]) -> bool:
-    """Return whether any of a group's parameters, or (name, parameter) pairs, is float64."""
+    """Return whether any parameter is float64, given parameters or (name, parameter) pairs."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 

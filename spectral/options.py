@@ -107,8 +107,8 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
     """Raise TypeError for a name that is not a field of the rule, suggesting the closest field.
 
-    Names in `FIXED` are accepted with their allowed values. Since other programs store keys in
-    groups, `foreign` also accepts names in `HOSTS` and names that do not resemble any field.
+    Names in `FIXED` are accepted only with the values listed there. Since other programs store keys
+    in groups, `foreign` also accepts names in `HOSTS` and names that do not resemble any field.
     Options of the whole optimizer raise an error.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]

@@ -69,7 +69,7 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Convert a saved entry for a parameter's state. `own` is True if the entry is the rule's.
+    """Convert a saved entry for a parameter's state. `own` tells whether it belongs to the rule.
 
     Tensors keep their dtype. As in torch, tensors in the parameter's dtype are not copied.
     """
@@ -187,7 +187,8 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     return kind(**dict(zip(names, values, strict=True)))
 
 
-@lru_cache(maxsize=256, typed=True)  # typed because 1 == True; the checks cost more than a step
+# Cached because the checks cost more than a step; typed because 1 == True.
+@lru_cache(maxsize=256, typed=True)
 def _rule(kind: type[Rule], *values: Any) -> Rule:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 
@@ -292,9 +293,9 @@ Columns = dict[tuple[torch.dtype, torch.device], list[list[Tensor]]]
 class Snapshot:
     """An optimizer's parameters and states after a step, and values derived from them.
 
-    Before the next step, it is used to verify that no parameter or state entry has been replaced,
-    cast or sharded since the last full check, by comparing only object identities and a few
-    attributes.
+    Before the next step, a comparison of object identities and a few attributes with those in the
+    snapshot shows whether any parameter or state entry has been replaced, cast or sharded since the
+    last full check.
 
     Attributes:
         parameters: parameters of all groups.

@@ -161,9 +161,9 @@ def preconditioned(
         level: polynomial level; see `Preconditioner`.
 
     Raises:
-        ValueError: if a given block (or every default block) matches no layer, or a matching weight
-            is parametrized, sharded by FSDP, or shared with another module. The model is then left
-            unchanged.
+        ValueError: if a name in `blocks` (or, by default, every name) matches no layer, or if a
+            matching weight is parametrized, sharded by FSDP, or shared with another module. The
+            model is then left unchanged.
         TypeError: if `model` is not a module, or `blocks` is not a collection of names.
     """
     _check_module(model)
@@ -200,7 +200,7 @@ def preconditioned(
 
 
 def merge_(model: nn.Module) -> None:
-    """Replace the weight of every PC layer with PC(W), which turns it back into an ordinary layer.
+    """Turn every PC layer back into an ordinary layer, whose weight is PC(W).
 
     Tensor-parallel ranks must call this collectively. Raises ValueError if the model has no PC
     layers or is sharded by `fully_shard`, or if a weight is shared with another module.
@@ -219,7 +219,7 @@ def merge_(model: nn.Module) -> None:
         raise ValueError(f"merge_ requires a model with PC layers, got {type(model).__name__}")
     for module, chain in layers:
         _refuse_shared(model, chain.original)
-        # The property `weight` is removed from the module's class, which its copies share.
+        # `weight` is removed from the module's class, which copies of the module share.
         kind = type(module)
         module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)

@@ -7,7 +7,7 @@ stay null.
 
 `SCHEDULES` lists the coefficients of consecutive steps with their sources, and the margins for
 16-bit formats. Between steps, singular values reach almost 2, where the Polar Express polynomials
-are steep. If rounding pushes a value beyond the end of its interval, it grows with every later step
+are steep. A value that rounding pushes beyond the end of its interval grows with every later step
 until it overflows. `Schedule.half_margin` and `GRAM_GAIN` prevent this: in a search over 480,480
 adversarial matrices, no singular value exceeded 1.007.
 """
@@ -31,7 +31,7 @@ Coefficients = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Coefficients of consecutive steps, and how to continue them for further steps.
+    """Coefficients of consecutive steps, and the rule for extending them to further steps.
 
     Attributes:
         coefficients: `(a, b, c)` of each step.
@@ -155,7 +155,7 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 
 @constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
-    """Return the largest value that the steps map singular values in [0, 1] to (1 if no steps)."""
+    """Return the largest value to which `steps` map a singular value in [0, 1]; 1 without steps."""
     s = torch.linspace(0, 1, 20_001, dtype=torch.float64, device="cpu")
     for a, b, c in steps:
         s = s * (a + s.square() * (b + c * s.square()))
@@ -242,8 +242,8 @@ class Polar(NamedTuple):
 
     `bounded` is False if a value is not finite or, before the last step, a singular value exceeds
     `EXCESS` times the largest value that [0, 1] is mapped to. Singular values are estimated via the
-    Schatten-8 norm: a single diverging value is detected once it exceeds 1.5 (1 row) to 2.4 (8,192
-    rows), several of them earlier.
+    Schatten-8 norm: a single diverging value is detected once it exceeds a threshold between 1.5 (1
+    row) and 2.4 (8,192 rows), and several diverging values are detected earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -329,7 +329,7 @@ def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> T
 def _gram_form_(
     ys: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Replace stacks of equal row counts with polar factors; return which ones stayed bounded."""
+    """Replace stacks of equal row counts by polar factors; return which matrices stay bounded."""
     for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
         gram = kernels.gram(*ys)
         factor: Tensor | None = None  # Q: these steps map X to Q X

@@ -101,7 +101,7 @@ class TopPairs(NamedTuple):
 def top_pairs(
     stacks: Sequence[Tensor], cached: Tensor, *, steps: int, nearby: Tensor | None = None
 ) -> TopPairs:
-    """Compute `top_singular` for several stacks. Only work on columns takes a launch per stack.
+    """Compute `top_singular` for several stacks. Only operations on columns are launched per stack.
 
     Args:
         stacks: stacks of matrices, `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
@@ -146,7 +146,7 @@ def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
 def _iterated(
     work: Sequence[Tensor], cached: Tensor, steps: int, nearby: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute unnormalised top left vectors, and the images of the first; see `top_pairs`."""
+    """Compute unnormalised top left vectors, and the images of the top ones; see `top_pairs`."""
     dtype = work[0].dtype
     known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
     fixed = _generic(known.shape[1] + 1, known.shape[2], dtype, known.device)
@@ -184,8 +184,8 @@ def _start(cached: Tensor, fixed: Tensor) -> Tensor:
     """Return the start vectors `[batch, count + 1, rows]` of an iteration.
 
     These are `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1, rows]`.
-    The other fixed vectors take the place of cached vectors that are zero, as all of them are
-    without a cache.
+    The other fixed vectors replace cached vectors that are zero, which all of them are without a
+    cache.
     """
     known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
     return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)

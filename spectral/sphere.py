@@ -24,7 +24,7 @@ def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1
 
 
 def _usable(factor: Tensor) -> Tensor:
-    """Replace entries of `factor` `[batch]` that are not both positive and finite with 1."""
+    """Set each entry of `factor` `[batch]` to 1 unless it is positive and finite."""
     return factor.masked_fill(~((factor > 0) & (factor < float("inf"))), 1)
 
 

@@ -1,9 +1,9 @@
 """Updates many units in batches that fit the workspace.
 
 Every optimizer updates its units through `step_units`: the single-process library, its sharded
-matrices, the distributed optimizer and its PC layers. Each one implements `Units`, which read units
-as stacks and write the updated stacks back. `ParameterUnits` are units that one process updates
-alone.
+matrices, the distributed optimizer and its PC layers. Each of them implements the interface
+`Units`, which reads units as stacks and writes the updated stacks back. `ParameterUnits` are units
+that one process updates alone.
 """
 
 from abc import ABC, abstractmethod
@@ -56,8 +56,8 @@ def step_units(
 ) -> list[Report]:
     """Update groups of units with a rule, and return each group's report, `[units]` per metric.
 
-    Gradients must be results of `accumulate_`. `spread` yields the batches, which are independent,
-    for instance each on its own stream. Call this under `torch.no_grad()`.
+    Gradients must be results of `accumulate_`. `spread` yields the independent batches one by one;
+    for instance, it may run each on its own stream. Call this under `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):
@@ -114,7 +114,7 @@ def accumulate_(
     active: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace gradients with the result of `rule.accumulate`, computed in `dtype` (None: theirs).
+    """Replace gradients with the result of `rule.accumulate`, computed in `dtype` (or their own).
 
     Results are rounded to the dtypes of the gradients and states.
     """
@@ -129,7 +129,7 @@ def accumulate_(
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """Concatenate the reports of a group's parts."""
+    """Concatenate the reports on consecutive parts of a group."""
     if len(reports) == 1:
         return reports[0]
     return {name: torch.cat([report[name] for report in reports]) for name in reports[0]}
@@ -138,7 +138,7 @@ def joined(reports: Sequence[Report]) -> Report:
 class ParameterUnits(Units):
     """Units with the same shape, rule and step that this rank updates alone.
 
-    `state` is the optimizer's state of each parameter, into which `take` accumulates the gradients.
+    `state` maps parameters to their optimizer state, into which `take` accumulates the gradients.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ParameterUnits(Units):
         self.stacked = [name for name in names if name not in rule.elementwise_state]
 
     def take(self, part: slice) -> Stack:
-        """Accumulate gradients and stack units. A single unit's weight and state are views."""
+        """Accumulate gradients and stack units. With a single unit, weight and state are views."""
         units, states = self.units[part], self.states[part]
         pairs = [*zip(units, states, strict=True)]
         weight = _stacked([unit.read(local_of(unit.parameter)) for unit in units])

@@ -256,8 +256,8 @@ class _Refinement:
     def measured(self, polars: list[Polar]) -> tuple[list[Tensor], Tensor]:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
-        Where the iteration did not stay bounded, the inner product is NaN, which is never the best
-        and does not narrow the bracket. Empties the list `polars`.
+        Where the iteration did not stay bounded, the inner product is NaN; such an evaluation is
+        never the best and does not narrow the bracket. Empties the list `polars`.
         """
         bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []
@@ -308,7 +308,7 @@ class _Refinement:
         self.open = self.open & ~(f.abs() <= max(self.solver.tolerance, self.rounding))
 
     def next(self, f: Tensor) -> Tensor:
-        """Return the next multiplier: a Newton step if within the bracket, else the midpoint."""
+        """Return the next multiplier: from a Newton step if in the bracket, else the midpoint."""
         step = self.trial - f / self.slope
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
         return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
@@ -325,7 +325,7 @@ class _Refinement:
     def solutions(
         self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
     ) -> list[TangentSolution]:
-        """Return the solution of each stack, transposed back."""
+        """Return the solution of each stack, in the stack's original orientation."""
         if not self.last:
             both = zip(self.stacks, directions, strict=True)
             directions = [m.copy_(direction) for m, direction in both]

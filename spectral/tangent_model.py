@@ -243,7 +243,7 @@ def _write_upper(m: Tensor, out: Tensor) -> None:
 
 
 def _mirrored(gram: Tensor) -> Tensor:
-    """Mirror the blocks above the diagonal to below it."""
+    """Mirror the blocks above the diagonal across the diagonal."""
     for part in _triangle(gram.shape[1], gram.device)[:-1]:
         gram[:, part.stop :, part] = gram[:, part, part.stop :].mT
     return gram
@@ -253,8 +253,8 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     """Compute a float64 orthonormal basis `[batch, size, rows]` of the rational Krylov space.
 
     The space is spanned by `pair` `[batch, 2, rows]` and its products with powers of `gram` and of
-    the resolvents. Linearly dependent rows are zero. At most `elements` system elements are solved
-    at a time, or the device's limit if that is larger.
+    the resolvents. Linearly dependent rows are zero. The systems solved at a time have at most
+    `elements` elements, or the device's limit if larger.
     """
     rows, shifts = gram.shape[1], space.shifts
     squares = scale[:, None] * constant(shifts, torch.float64, gram.device)
@@ -302,7 +302,7 @@ def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> 
 def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:
     """Compute `Q N N^T Q^T` `[matrices, size, size]` in float64 from `Q N` in the dtype of M.
 
-    Singular values are only squared in the small matmuls, so small ones do not lose digits.
+    Only the small matmuls square the singular values, so small singular values do not lose digits.
     """
     kind = stacks[0].dtype
     q = basis.to(kind)
