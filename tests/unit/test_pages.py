@@ -88,6 +88,16 @@ def test_two_clicks_lead_from_readme_to_every_algorithm() -> None:
     assert linked == {f"rules/{rule}" for rule in rules} | {"effective_weight"}
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_rows_of_a_table_have_as_many_cells_as_its_header(name: str) -> None:
+    for block in re.findall(r"(?:^\|.*\n)+", TEXTS[name], re.MULTILINE):
+        header, *rows = block.splitlines()
+        # Pages are rendered without a row's surplus cells.
+        bars = re.compile(r"(?<!\\)\|")
+        count = len(bars.findall(header))
+        assert [row for row in rows if len(bars.findall(row)) != count] == []
+
+
 @each_page
 def test_config_keys_exist(name: str) -> None:
     known = keys() | {"optimizer.rules.normalized"}  # of CONTRIBUTING's example

@@ -29,7 +29,8 @@ def table(
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format a Markdown table, with a newline after each line."""
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def short(count: float) -> str:
