@@ -247,9 +247,9 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
 
 
 def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield a warning for each override that is replaced by a later one, each setting of an unused
-    rule in the config file or overrides and, in modes other than training, each setting that has no
-    effect."""
+    """Yield a warning for each override that a later override replaces and for each setting of an
+    unused rule in the config file or the overrides. In modes other than training, also yield a
+    warning for each other setting that has no effect."""
     from training.config.effects import settings_of_unused_rules, without_effect
     from training.config.yaml_files import own_keys, replaced
 
@@ -262,7 +262,8 @@ def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
 
 
 def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield hints on where a missing set is expected and configured, and how to remove it."""
+    """Yield hints that say where a missing data set is expected and configured, and how to remove
+    it."""
     if error.key is None:
         return
     from training.config.yaml_files import place_of

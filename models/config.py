@@ -26,7 +26,7 @@ Rows = Annotated[int, Field(ge=1, le=1 << 26)]
 Parts = Annotated[int, Field(ge=1, le=1 << 14)]
 
 MOST_IN_ALL_LAYERS: Final = 1 << 18
-"""Limit on the number of heads, and on the number of experts, summed over all layers."""
+"""Limit on the total number of heads in all layers, and on the total number of experts."""
 
 
 LLAMA3_KEYS: Final = ("low_freq_factor", "high_freq_factor")
@@ -62,7 +62,7 @@ class InitConfig(Section):
             unused = ("std", "depth_scaled", "depth_scaling")
             yield from ignored(self, *unused, when="with spectral true")
         shaped = self.std is None and self.depth_scaled
-        rule = "must be false if std is null, because the std then depends on the matrix shape"
+        rule = "must be false if std is null, got true: the std then depends on the matrix shape"
         yield "depth_scaled", shaped, rule
 
 
@@ -158,15 +158,15 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Count | None = None
     """Context length before the extension, in tokens; null for linear."""
     low_freq_factor: Positive | None = None
-    """llama3: frequencies with fewer rotations than this over the original length are low; null for
-    other kinds."""
+    """llama3: frequencies that rotate fewer times than this over the original length are low; null
+    for other kinds."""
     high_freq_factor: Positive | None = None
-    """llama3: frequencies with more rotations than this over the original length are unchanged;
+    """llama3: frequencies that rotate more times than this over the original length are unchanged;
     null for other kinds."""
     beta_slow: Positive = 1.0
-    """yarn: frequencies with fewer rotations than this over the original length are low."""
+    """yarn: frequencies that rotate fewer times than this over the original length are low."""
     beta_fast: Positive = 32.0
-    """yarn: frequencies with more rotations than this over the original length are unchanged."""
+    """yarn: frequencies that rotate more times than this over the original length are unchanged."""
     truncate: bool = True
     """yarn: round the bounds of the transition from unchanged to low frequencies to whole
     dimensions."""
@@ -174,7 +174,8 @@ class RopeScalingConfig(Section):
     """yarn: multiplier for rotated queries and keys; null = 0.1 ln(factor) + 1."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that the keys required by `kind` are set and that keys it does not use are not."""
+        """Check that the keys required by `kind` are set and that the keys it does not use are
+        null."""
         kinds: dict[str, tuple[str, ...]] = dict.fromkeys(LLAMA3_KEYS, ("llama3",))
         kinds["original_max_position_embeddings"] = "llama3", "yarn"
         for key, needed in kinds.items():
@@ -225,8 +226,8 @@ class ModelConfig(Section):
     vocab_multiple: Rows = 128
     """Pad embedding and head to a multiple of this many rows."""
     tie_embeddings: bool = False
-    """Use the embedding matrix as the output head as well. Its role is embedding, so optimizer.head
-    and init.head_std have no effect."""
+    """Also use the embedding matrix as the output head. The matrix has role embedding, so
+    optimizer.head and init.head_std have no effect."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""
     rope_scaling: RopeScalingConfig | None = None

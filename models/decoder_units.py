@@ -102,8 +102,8 @@ def latent_attention_units(
     The down-projections to a latent (q_a, kv_a) are replicated across tensor-parallel ranks: they
     are small, and ranks then exchange latents instead of the residual stream. The up-projections
     are sharded by head. Each head's slice of q_b is one unit, and its key and value slices of kv_b
-    are two. Since every head has its own keys, `split.qkv_units` values group and head are
-    equivalent. Raises ValueError if `split.qkv_units` is not in QKVUnits.
+    are two more. Since every head has its own keys, the values group and head of `split.qkv_units`
+    are equivalent. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     latent, hidden, prefix = model.latent, model.hidden, f"layers.{layer}."
     assert latent is not None
@@ -151,7 +151,7 @@ def head_units(
     (group), all heads of a role (component), or the whole parameter (fused).
 
     Args:
-        prefix, parameter: prefix of the layer's names; parameter name within its attention.
+        prefix, parameter: prefix of the layer's names, and the parameter's name in its attention.
         roles: (role, heads per group, rows per head), in row order within a group.
         groups: number of KV heads; the parameter is sharded across ranks by group.
         width: number of columns.

@@ -262,7 +262,7 @@ def assemble(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Map Megatron's name of each parameter in a chunk to the declared name.
+    """Return a dict from Megatron's name of each parameter in a chunk to the declared name.
 
     Raises ValueError for a parameter that does not exist in the dense families.
     """

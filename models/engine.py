@@ -1,7 +1,7 @@
-"""Compatibility with several megatron-core releases, and a check for the C compiler Triton needs.
+"""Compatibility with several megatron-core releases, and a check for Triton's C compiler.
 
-Features are detected rather than inferred from the version. Releases older than `TESTED` raise an
-error; newer ones cause a warning.
+Features are detected rather than inferred from the version. Releases older than those in `TESTED`
+raise an error; newer ones cause a warning.
 """
 
 import contextlib
@@ -171,7 +171,7 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return what Triton lacks to compile a Python extension, or None."""
+    """Return what Triton needs but cannot find in order to compile a Python extension, or None."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"

@@ -1,8 +1,8 @@
 """Model families: their options, builder modules and model sizes.
 
-Each family is one record in `FAMILIES`; no other file refers to families by name. Records do not
-depend on megatron-core. Builder modules do, so they are imported when a model is built, not when a
-config is read.
+Each family is one record in `FAMILIES`; no other file refers to families by name. Only builder
+modules depend on megatron-core, so they are imported when a model is built, not when a config is
+read.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class Family:
     """Module that defines `transformer_config`, `build` and `parameter_names`; see
     models/dense.py."""
     same_layers_as: str | None = None
-    """Family whose layers differ only in shape, if any."""
+    """Family whose layers differ from this family's only in shape, if any."""
     activation: str | None = "swiglu"
     """Required value of `model.activation`; None: any value."""
     qk_norm: bool | None = False
@@ -138,7 +138,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="qwen3",
-            about="query-key norms, and a head dimension other than hidden / heads",
+            about="query-key norms, and any head dimension",
             qk_norm=True,
             hugging_face=(QWEN3,),
         ),
@@ -159,7 +159,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="gemma2",
             about="zero-centered gains, a scaled embedding, norms before and after each block, and "
-            "optional sliding windows and soft caps of attention scores and logits",
+            "optional sliding windows and soft caps on attention scores and logits",
             builder="models.gemma2",
             activation="geglu",
             zero_centered_gains=True,
@@ -245,12 +245,12 @@ def declare_stage_units(
 
 @lru_cache(maxsize=64)
 def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
-    """Return the parameter counts of `model` and its training FLOPs per token, for sequences of
-    `sequence_length` tokens or packed documents with this mean attended length.
+    """Return the parameter counts of `model` and its training FLOPs per token.
 
-    Per token, the forward and backward passes cost 6 FLOPs for each element of every active matrix,
-    except an embedding that is not tied to the head, which is only a lookup. Attention costs
-    6 * heads * (key + value head dimension) FLOPs per layer and visible key.
+    `sequence_length` is the number of tokens in a sequence or, for packed documents, the mean
+    attended length. Per token, the forward and backward passes cost 6 FLOPs for each element of
+    every active matrix, except an embedding that is not tied to the head, which is only a lookup.
+    Attention costs 6 * heads * (key + value head dimension) FLOPs per layer and visible key.
     """
     units = all_units(model)
     active = Counter[str]()

@@ -21,12 +21,13 @@ RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 UPS = ("up", "shared_up", "expert_up")
 VOCABULARY = ("embedding", "head")
 STACK = 2**26
-"""Maximum number of elements per batch of spectral norms: half a GiB in float64."""
+"""Maximum number of matrix elements per batch when computing spectral norms: half a GiB in
+float64."""
 THREADS = 8
 """Maximum number of units that a rank initializes in parallel."""
 
 Compute = Callable[[Sequence[Unit]], Tensor]
-"""Computes one number per unit."""
+"""Function that computes one number per unit."""
 
 
 def initialize_(
@@ -48,9 +49,9 @@ def initialize_(
     ("Controlled LLM Training on Spectral Sphere", section 4). Sharded units are drawn and rescaled
     as whole units, so the model does not depend on the tensor-parallel size.
 
-    `tensor` is this rank's (rank, size) among the ranks that share a unit. `together(units,
-    compute)` returns `compute(units)`, float64 `[units]`, and may split the work across ranks that
-    hold the same units.
+    `tensor` is the index of this rank among the ranks that share a unit, and their number.
+    `together(units, compute)` returns `compute(units)`, float64 `[units]`, and may split the work
+    across ranks that hold the same units.
     """
     some = next(iter(parameters.values()))
     with torch.no_grad():

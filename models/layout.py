@@ -75,7 +75,7 @@ class Split:
 
 
 def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
-    """Return the positions that context rank `rank` of `size` holds of a `length`-token sequence.
+    """Return the positions of a `length`-token sequence that context rank `rank` of `size` holds.
 
     The result is one range if `size` is 1, otherwise two ranges of `length / (2 * size)` positions
     in ascending order. Raises ValueError if `length` is not divisible by `2 * size`.

@@ -74,8 +74,8 @@ def transformer_config(
 
 
 def grouped(moe: MoEConfig, config: TransformerConfig) -> bool:
-    """Return whether experts use grouped GEMMs. Backend auto uses them where PyTorch has a kernel:
-    for bfloat16 on GPUs."""
+    """Return whether experts use grouped GEMMs. Backend auto uses grouped GEMMs where PyTorch has a
+    kernel, i.e. for bfloat16 on GPUs."""
     if moe.backend == "auto":
         return config.bf16 and not config.use_cpu_initialization
     return moe.backend == "grouped"
@@ -110,7 +110,7 @@ def build(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Map Megatron's name of each parameter in a chunk to the declared name.
+    """Return a dict from Megatron's name of each parameter in a chunk to the declared name.
 
     Expert names contain the expert's global index in the layer. Raises ValueError for a parameter
     that does not exist in the family.

@@ -32,9 +32,9 @@ class PolynomialConfig(Section):
     cutoff: Positive = 0.3
     """The fitted polynomial approximates min(x / cutoff, 1)."""
     alpha: AtLeast0 = 4.0
-    """Exponent of the weight x^alpha applied to the squared error of the fit."""
+    """Exponent alpha of the weight x^alpha on the squared error of the fit."""
     upper: Number = 1.1
-    """Upper end of [0, upper], the interval of singular values for the fit."""
+    """Upper end of the interval [0, upper] of singular values for the fit."""
 
     def checks(self) -> Iterator[Check]:
         """Check the fit interval."""
@@ -64,9 +64,9 @@ class PCConfig(Section):
     blocks: list[str] | None = None
     """Roles whose matrices are preconditioned; null = o, gate, up and down, if they exist."""
     level: PresetLevel | None = None
-    """Strength of the preset: level 4 raises singular values above 0.3 times the largest to about
-    the largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 is the identity.
-    null = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
+    """Strength of the preset. Level 4 raises singular values above 0.3 times the largest to about
+    the largest; the threshold is 0.4 for level 3, 0.6 for level 2 and 0.8 for level 1. Level 0 is
+    the identity. null = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Level overrides for some roles or layers, keyed by names of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()
@@ -89,7 +89,7 @@ class PCConfig(Section):
     """Initialise gamma so that PC(W) has the same Frobenius norm as W; false = initialise it to 1.
     """
     evaluator: Literal["materialized", "in_graph"] = "materialized"
-    """materialized: the owner rank of each matrix computes PC(W) once per optimizer step; in_graph:
+    """materialized: each matrix's owner rank computes PC(W) once per optimizer step; in_graph:
     every rank computes PC(W) in every forward pass. Both give the same results."""
 
     @property

@@ -39,7 +39,8 @@ def _exact(value: object) -> object:
 ExactInt = BeforeValidator(_exact)
 
 Check = tuple[str, object, str]
-"""Section key, whether its value violates a rule, and the rule, e.g. `must be at most 3`."""
+"""A section key, whether the key's value violates a rule, and the rule, e.g. `must be at most
+3`."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -59,7 +60,7 @@ class Section:
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
     """Yield `KEY RULE, got VALUE` for each invalid key of a section. `, got VALUE` is omitted if
-    the rule already contains it. `path` is the section's path in the config."""
+    the rule already contains a value. `path` is the section's path in the config."""
     for key, wrong, rule in checks:
         if wrong:
             value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"
@@ -71,7 +72,7 @@ def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:
     as "with kind preset"."""
     for key in keys:
         default = getattr(type(section), key)
-        rule = f"must keep its default {shown(default)}, because it has no effect {when}"
+        rule = f"has no effect {when} and must keep its default {shown(default)}"
         yield key, getattr(section, key) != default, rule
 
 

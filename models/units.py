@@ -66,17 +66,18 @@ class Unit:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the unit is a copy that another pipeline stage counts, saves and reports."""
+        """Whether the unit is a copy of a unit that another pipeline stage counts, saves and
+        reports."""
         return self.tied_stage == "last"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape: `(rows, cols)` of a matrix, `(n,)` of a gain."""
+        """Shape of the whole unit: `(rows, cols)` for a matrix, `(n,)` for a gain or bias."""
         return flat_shape(self.axes)
 
     @cached_property
     def layer(self) -> int | None:
-        """Global index of the unit's layer, None outside the layers."""
+        """Global index of the unit's layer, or None for units outside the layers."""
         parts = self.name.split(".")
         return int(parts[1]) if parts[0] == "layers" else None
 
@@ -108,8 +109,8 @@ class Unit:
         return self.partial_over_tensor or by_tokens
 
     def counts_on(self, tensor_rank: int) -> bool:
-        """Return whether `tensor_rank` saves and measures its part of the unit. Of several copies,
-        only one counts."""
+        """Return whether `tensor_rank` saves and measures its part of the unit. If several ranks
+        have a copy, only one of them does."""
         return not self.is_copy and (not self.replicated or tensor_rank == 0)
 
     def view(self, parameter: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ def matrix_unit(
     """Return a unit `[rows, cols]` that spans an entire parameter.
 
     The unit is sharded over tensor-parallel ranks along `axis`, 0 (rows) or 1 (columns), or
-    replicated (None).
+    replicated if `axis` is None.
     """
     return Unit(
         name=name,
@@ -195,7 +196,7 @@ def vector_unit(
 ) -> Unit:
     """Return the gain of a norm or the bias of a linear layer, `[size]`, initialised to `start`.
 
-    The unit is sharded over `tensor_size` ranks, or replicated if None.
+    The unit is sharded over `tensor_size` ranks, or replicated if `tensor_size` is None.
     """
     shards = tensor_size or 1
     return Unit(
@@ -214,7 +215,7 @@ def vector_unit(
 def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
     """Check that every element of every parameter belongs to exactly one unit.
 
-    Otherwise, raises ValueError with the name of the unit or parameter.
+    If not, raises ValueError with the name of the unit or parameter at fault.
     """
     claims: dict[str, list[Unit]] = {}
     for unit in units:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return `relu(x)^2` elementwise (So et al., 2021). Unlike Megatron's, it is not compiled."""
+    """Return `relu(x)^2` elementwise (So et al., 2021). Unlike Megatron's function, it is not
+    compiled."""
     return F.relu(x).square()
 
 

@@ -30,8 +30,8 @@ FUSED: Final = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 ]
-"""Fused kernels in order of preference. PyTorch's default order depends on the CUDA version it was
-built with, and on Hopper FlashAttention 2 takes 1.5 times as long as cuDNN's kernel."""
+"""Fused kernels in order of preference. PyTorch's default order depends on the CUDA version that
+PyTorch was built with. On Hopper, FlashAttention 2 takes 1.5 times as long as cuDNN's kernel."""
 ROWS: Final = 256
 """Number of queries per block when scores are computed without a fused kernel."""
 
@@ -140,7 +140,8 @@ class CoreAttention(torch.nn.Module):
         raise NotImplementedError
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled, unmasked score `[]`. See `attend` for the arguments."""
+        """Return the largest scaled score `[]` that is not masked. See `attend` for the
+        arguments."""
         return largest_causal_score(query, key, self.scale, documents=documents)
 
     def forward(
@@ -175,8 +176,8 @@ class CoreAttention(torch.nn.Module):
     def largest_logit(
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the largest scaled, unmasked score `[]` of this rank's queries, for monitored
-        steps. See `forward` for the arguments."""
+        """Return the largest scaled score `[]` of this rank's queries that is not masked. See
+        `forward` for the arguments."""
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
@@ -189,8 +190,8 @@ class CoreAttention(torch.nn.Module):
     def _parts(
         self, query: Tensor, length: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, int, DocumentRange | None]]:
-        """Yield each chunk of this rank's queries with its end position in the sequence and its
-        documents."""
+        """Yield (chunk, its end position in the sequence, its documents) for each chunk of this
+        rank's queries."""
         assert self.context is not None
         chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
         parts = [None] * len(chunks) if documents is None else documents.parts
@@ -234,7 +235,7 @@ class FlashCoreAttention(CoreAttention):
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
 
-        Raises ValueError if `documents` is given, which config checks already reject.
+        Raises ValueError if `documents` is given; config checks already reject this combination.
         """
         if documents is not None:
             raise ValueError("FlashAttention packages do not support a document mask")
@@ -251,7 +252,8 @@ class FlashCoreAttention(CoreAttention):
 
 
 def whole(documents: Documents | None) -> DocumentRange | None:
-    """Return the only range of `documents` (context-parallel size 1), or None if there is none."""
+    """Return the only range of `documents` for context-parallel size 1, or None without
+    documents."""
     return None if documents is None else documents.parts[0]
 
 
@@ -331,8 +333,8 @@ def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that restricts attention on GPUs to fused kernels.
 
     Within it, attention raises RuntimeError if no fused kernel supports the inputs; PyTorch would
-    otherwise silently fall back to materialising the scores `[s, s]`. All kernels are allowed on
-    CPUs and for float64, which no fused kernel supports.
+    otherwise silently fall back to materialising the scores `[s, s]`. On CPUs, and for float64,
+    which no fused kernel supports, all kernels are allowed.
     """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()
@@ -352,8 +354,8 @@ def attention_kernel(
     """Return the name of the kernel that `causal_attention` uses for `heads` query heads and
     `groups` KV heads.
 
-    The name is flash_attention, cudnn_attention, efficient_attention or math, or VARYING for
-    `documents` on a GPU. Raises RuntimeError if no allowed kernel supports the inputs.
+    The name is VARYING for `documents` on a GPU, otherwise flash_attention, cudnn_attention,
+    efficient_attention or math. Raises RuntimeError if no allowed kernel supports the inputs.
     """
     if documents and device.type == "cuda":
         check_varying(max(key_size, value_size), dtype)
@@ -379,11 +381,11 @@ def largest_causal_score(
     window: int | None = None,
     documents: DocumentRange | None = None,
 ) -> Tensor:
-    """Return the largest unmasked attention score `[]`, in float32 or wider.
+    """Return the largest attention score `[]` that is not masked, in float32 or wider.
 
     Scores are computed one block of queries at a time, so no `[s, t]` matrix is materialised. With
-    `window`, a query attends to the last `window` keys up to its own position. With `documents`, it
-    attends only to keys in its own document.
+    `window`, a query attends to the last `window` keys up to its own position. With `documents`, a
+    query attends only to keys in its own document.
     """
     s, t, groups = query.shape[0], key.shape[0], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -399,7 +401,8 @@ def largest_causal_score(
 
 
 def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of queries at the last s of t positions, each with its unmasked key range."""
+    """Yield blocks of queries at the last s of t positions, each with the range of its visible
+    keys."""
     for first in range(0, s, ROWS):
         last = min(first + ROWS, s)
         oldest = 0 if window is None else max(0, t - s + first - window + 1)
@@ -424,7 +427,8 @@ def other_documents(rows: slice, seen: slice, documents: DocumentRange) -> Tenso
 
 
 def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) -> Documents:
-    """Return the documents on context rank `rank` of `size`, given those of whole sequences.
+    """Return the documents on context rank `rank` of `size`, given the documents of whole
+    sequences.
 
     `firsts` `[b, s]`, in host memory, holds the sequence position of the first token of each
     token's document. `move` copies a tensor to the device.

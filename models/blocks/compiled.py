@@ -28,8 +28,8 @@ from models.blocks.self_attention import HeadFunctions, RotatedSelfAttention
 from models.engine import compiler_problem
 
 GRAPHS: Final = 64
-"""Maximum number of graphs per function, one for each shape and gradient mode. Exceeding it is an
-error, because torch would otherwise silently run the function uncompiled."""
+"""Maximum number of graphs per function, one for each shape and gradient mode. Exceeding the limit
+is an error, because torch would otherwise silently run the function uncompiled."""
 
 
 def fuse_blocks_(
@@ -54,7 +54,7 @@ class Fused:
         if backend is not None:
             import torch._dynamo.config as dynamo  # imported lazily: the import takes a second
 
-            # torch.compile accepts this limit as a keyword only since torch 2.13.
+            # Before torch 2.13, torch.compile does not accept this limit as a keyword argument.
             dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         self._made: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 
@@ -98,8 +98,8 @@ class Fused:
         return True
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
-        """Fuse residual sum `name` of `layer` into the next norm if `norm` supports it, and return
-        whether it was fused."""
+        """Fuse the residual sum `name` of `layer` into the next norm, `norm`, and return whether it
+        supports this."""
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False
@@ -108,8 +108,8 @@ class Fused:
         return True
 
     def _install_activation_(self, block: MLP) -> None:
-        """Replace the activation of Megatron's feed-forward block, using Megatron's option for
-        Transformer Engine, which passes it the whole output of the first linear layer."""
+        """Replace the activation of Megatron's feed-forward block. With Megatron's option for
+        Transformer Engine, the activation receives the whole output of the first linear layer."""
         gated = block.config.gated_linear_unit
         activation = activation_of(block.config.activation_func, gated=gated)
         block.config.use_te_activation_func = True
@@ -119,7 +119,8 @@ class Fused:
     def activation(
         self, activation: Activation, function: Callable[..., Tensor], *, dynamic: bool
     ) -> Callable[..., Tensor]:
-        """Return the fused version of `function`, the `block` or `scaled` of `activation`."""
+        """Return the fused version of `function`, which is `activation.block` or
+        `activation.scaled`."""
         compiled = self.compiled(function, dynamic=dynamic)
         return with_one_gradient(activation, compiled) if self.backward else compiled
 
@@ -149,7 +150,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks to run on `device`, or None."""
+    """Return what torch.compile needs but cannot find in order to run on `device`, or None."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

@@ -140,8 +140,8 @@ def _inside(labels: Tensor, rows: Tensor) -> Tensor:
 
 
 class ScaledEmbedding(LanguageModelEmbedding):
-    """Megatron's embedding times sqrt(hidden size), a factor rounded to the weights' dtype as in
-    transformers."""
+    """Megatron's embedding times sqrt(hidden size). As in transformers, this factor is rounded to
+    the weights' dtype."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -156,7 +156,7 @@ class ScaledEmbedding(LanguageModelEmbedding):
 
 
 class Head(ColumnParallelLinear):
-    """Megatron's output layer, returning soft-capped logits, or losses if labels are given."""
+    """Megatron's output layer. Returns soft-capped logits or, if labels are given, losses."""
 
     def __init__(self, *arguments: Any, softcap: float | None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -172,8 +172,9 @@ class Head(ColumnParallelLinear):
         chunk: int = 0,
     ) -> Any:
         """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`, given hidden
-        states `[sequence, batch, width]` (part of the sequence under sequence parallelism). Without
-        labels, return Megatron's result, with the logits soft-capped in float32 or wider."""
+        states `[sequence, batch, width]` (under sequence parallelism, this rank's part of the
+        sequence). Without labels, return Megatron's result, with the logits soft-capped in float32
+        or wider."""
         if labels is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.softcap is None:
@@ -199,8 +200,8 @@ class Head(ColumnParallelLinear):
 class _ChosenLogits(torch.autograd.Function):
     """Return logits `[sequence, batch, rows]` and the logit of each label, `[sequence, batch]`.
 
-    Backward adds the gradient of the label logits in place to the gradient of all logits, which no
-    other code uses. Autograd would make three more passes over the logits.
+    The backward pass adds the gradient of the label logits in place to the gradient of all logits,
+    because no other code uses the latter. Autograd would make three more passes over the logits.
     """
 
     @staticmethod
@@ -231,8 +232,9 @@ class DecoderModel(GPTModel):
 
     The loss processes `loss_chunk` entries of a rank's vocabulary at a time (None: all at once).
     With `fused_loss`, Liger's kernels compute the loss in two passes over the logits. Otherwise
-    Megatron computes it, with one pass over the logits per operation. With `z_loss`, the training
-    output is `[2, batch, sequence]`: the losses and the squared log-sum-exp of each token's logits.
+    Megatron computes the loss, with one pass over the logits per operation. With `z_loss`, the
+    training output is `[2, batch, sequence]`: the losses and the squared log-sum-exp of each
+    token's logits.
     """
 
     def __init__(
@@ -264,7 +266,7 @@ class DecoderModel(GPTModel):
             self.setup_embeddings_and_output_layer()
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """Return Megatron's result, with rotary positions restarting at each document, if any."""
+        """Return Megatron's result, with rotary positions that restart at each packed document."""
         hidden, turns, *rest = super()._preprocess(*arguments, **options)
         documents = options.get("packed_seq_params")
         if isinstance(documents, Documents):
@@ -280,7 +282,7 @@ class DecoderModel(GPTModel):
         *rest: Any,
         **options: Any,
     ) -> Tensor:
-        """Return Megatron's result, or the losses on the last stage if the loss is chunked."""
+        """Return Megatron's result or, on the last stage with a chunked loss, the losses."""
         if labels is None or self.loss_chunk is None or not self.post_process:
             whole: Tensor = super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *rest, **options

@@ -1,10 +1,10 @@
 """Mixture-of-experts layers: the router, the token dispatcher, and the expert matmuls.
 
-The router is Megatron's, extended to count tokens per expert. These counts measure the experts'
-load balance and update the expert bias. The global balancing loss uses the load of the previous
-step: the current load is not known in time, because the backward pass of the first micro-batch runs
-before the other micro-batches are routed. Megatron uses the load of the micro-batches routed so
-far, so its loss depends on the micro-batch size and the number of ranks.
+The router is Megatron's, extended to count tokens per expert. These counts are used to measure the
+experts' load balance and to update the expert bias. The global balancing loss uses the load of the
+previous step: the current load is not known in time, because the backward pass of the first
+micro-batch runs before the other micro-batches are routed. Megatron uses the load of the
+micro-batches routed so far, so its loss depends on the micro-batch size and the number of ranks.
 
 Every token is routed to `top_k` experts, and no tokens are dropped. Any routing therefore produces
 `tokens * top_k` rows per rank, one per (token, expert) pair. Because this number is fixed, the
@@ -38,7 +38,8 @@ class Router(TopKRouter):
     """Selects the top-k experts for tokens `[s, b, hidden]` and counts tokens per expert.
 
     tokens_per_expert   `[experts]` float32, summed over a step's micro-batches on this rank.
-                        Megatron only counts with an expert bias, but metrics always need the counts
+                        Megatron only counts tokens if there is an expert bias, but metrics always
+                        need the counts
     earlier_load        `[experts]` float32, tokens per expert in the last step that was not
                         skipped, summed across ranks; zeros before the first step, None without the
                         global balancing loss
@@ -164,8 +165,8 @@ def balance_(
     """Finish a step: change every expert bias by `rate` or `-rate`, store the load for the global
     balancing loss, and reset the counts.
 
-    `counts` `[layers, experts]` are summed across ranks. The bias of an expert that received fewer
-    tokens than the mean is raised, and that of an expert with more tokens is lowered
+    `counts` `[layers, experts]` are token counts, summed across ranks. The bias of an expert that
+    received fewer tokens than the mean is raised, and that of an expert with more tokens is lowered
     ("Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1). Biases and
     loads are left unchanged if `active`, a 0-d bool tensor, is False.
     """
@@ -201,7 +202,8 @@ class SortedDispatcher(MoETokenDispatcher):
 
     With expert-tensor-parallel size `tensor`, rank r of the group holds `local` experts, starting
     with expert `r // tensor * local`: whole experts if `tensor` is 1, otherwise the `r % tensor`-th
-    shard of each. Rows are sent to all shards of an expert, whose results are summed.
+    shard of each. Each row is sent to all shards of its expert, and the results of the shards are
+    summed.
 
     on_host   whether the experts need the row counts in host memory
     """
@@ -228,8 +230,8 @@ class SortedDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the rows `[tokens * top_k, hidden]` of this rank's tokens and their gates, sorted
-        by expert.
+        """Return the rows `[tokens * top_k, hidden]` of this rank's tokens and the rows' gates,
+        sorted by expert.
 
         `routing_map` and `probs` are `[tokens, experts]`.
         """
@@ -243,7 +245,7 @@ class SortedDispatcher(MoETokenDispatcher):
         return spread(tokens, self.order, top_k), gates
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows for this rank's experts and their gates, ordered by source rank."""
+        """Return the rows for this rank's experts and the rows' gates, ordered by source rank."""
         assert self.rows is not None
         if self.ranks == 1:
             if self.on_host:
@@ -322,8 +324,8 @@ Move = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def spread(tokens: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """Return `[tokens * copies, hidden]`, where row i is `tokens[order[i] // copies]` for a
-    permutation `order` of the copies of all `tokens` `[tokens, hidden]`."""
+    """Return `[tokens * copies, hidden]`, whose row i is `tokens[order[i] // copies]`. `order` is a
+    permutation of the copies of all `tokens` `[tokens, hidden]`."""
     rows: Tensor = _Moved.apply(tokens, order, copies, _spread, _collect)  # type: ignore[no-untyped-call]
     return rows
 

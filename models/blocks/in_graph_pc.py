@@ -74,7 +74,8 @@ class UnitWeight(EffectiveWeight):
         return [gathered(unit, unit.view(weight), self.tensor) for unit in self.units]
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Return a copy of `weight` with this rank's pieces of the units filled in."""
+        """Return a copy of `weight` whose units are replaced by this rank's pieces of
+        `matrices`."""
         effective = weight.clone()
         for unit, matrix in zip(self.units, matrices, strict=True):
             unit.view(effective).copy_(scattered(unit, matrix, self.tensor))
@@ -90,7 +91,7 @@ class UnitWeight(EffectiveWeight):
 
     @torch.no_grad()
     def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
-        """Update u and v to `weight`, the new weight after an optimizer step.
+        """Update u and v for `weight`, the new weight after an optimizer step.
 
         No-op if `active`, a 0-d bool tensor, is False.
         """
@@ -100,7 +101,7 @@ class UnitWeight(EffectiveWeight):
     @torch.no_grad()
     def guard_(self, weight: Tensor) -> Tensor:
         """Return the largest normalised singular value of each unit, `[units]`, and replace wrong
-        singular vectors; see `Preconditioner.guard_`.
+        tracked vectors; see `Preconditioner.guard_`.
         """
         return torch.cat([pc.guard_(whole, *pair) for pc, whole, pair in self._tracked(weight)])
 
@@ -114,8 +115,8 @@ class UnitWeight(EffectiveWeight):
     def _tracked(
         self, weight: Tensor
     ) -> Iterator[tuple[Preconditioner, Tensor, tuple[Tensor, Tensor]]]:
-        """Yield each unit's preconditioner, whole matrix `[1, rows, cols]` (float32 or wider), and
-        u and v."""
+        """Yield (preconditioner, whole matrix `[1, rows, cols]` in float32 or wider, (u, v)) for
+        each unit."""
         for i, whole in enumerate(self.matrices(weight.detach())):
             pair = self.pair(i)
             yield self.preconditioners[i], whole[None].to(pair[0].dtype), pair
@@ -155,8 +156,8 @@ def precondition_(
 ) -> list[UnitWeight]:
     """Parametrize the weights that contain preconditioned units, and return the parametrizations.
 
-    `units` are this rank's units, and `parameters` maps names to their parameters. `tensor` maps
-    each domain with sharded units to the process group of the ranks that share its weights.
+    `units` are this rank's units, and `parameters` maps names to parameters. `tensor` maps each
+    domain with sharded units to the process group of the ranks that share its weights.
     """
     units_of = grouped(units, lambda unit: id(parameters[unit.parameter]))
     layers = []
@@ -197,7 +198,7 @@ def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
 
 
 def _gammas(units: Sequence[Unit]) -> list[Unit]:
-    """Return the gammas of a parameter's preconditioned units, the elements of one vector."""
+    """Return the gammas of a parameter's preconditioned units. All gammas are in one vector."""
     return [
         replace(
             unit,

@@ -20,7 +20,7 @@ from models.config import LatentConfig
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """`x W^T` on a rank's part of the sequence, with W replicated across tensor-parallel ranks."""
+    """`x W^T` for a rank's part of the sequence, with W replicated across tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         device = None if config.use_cpu_initialization else torch.device("cuda")
@@ -34,9 +34,9 @@ class LatentAttention(torch.nn.Module):
         c, k_rope = kv_a x                      [..., kv_rank], [..., rope], shared by all heads
         k_nope, v = kv_b norm(c)                [..., heads, nope], [..., heads, value]
 
-    Rotary pairs are interleaved, as in DeepSeek's weights. Megatron's own module, without
-    Transformer Engine, shards q_a and kv_a over tensor-parallel ranks and drops the contributions
-    of other ranks to the gradient of k_rope.
+    Rotary pairs are interleaved, as in DeepSeek's weights. Without Transformer Engine, Megatron's
+    own module shards q_a and kv_a over tensor-parallel ranks and drops the contributions of other
+    ranks to the gradient of k_rope.
     """
 
     def __init__(

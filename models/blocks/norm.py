@@ -79,7 +79,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class NormedRowParallelLinear(RowParallelLinear):
     """`norm(x W^T)`, with the norm applied after the sum over tensor-parallel ranks. Under sequence
-    parallelism, it is applied to this rank's part of the sequence."""
+    parallelism, the norm is applied to this rank's part of the sequence."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
@@ -108,7 +108,7 @@ def sum_gradients(
 
 
 class SumFunctions(NamedTuple):
-    """`normed_sum` and `sum_gradients`, compiled or not."""
+    """The functions `normed_sum` and `sum_gradients`, which may be compiled."""
 
     forward: Callable[..., tuple[Tensor, Tensor]] = normed_sum
     backward: Callable[..., tuple[Tensor, Tensor]] = sum_gradients

@@ -20,8 +20,8 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
     layers, passes and steps.
 
     Megatron selects a rank's positions via pinned CUDA memory, and computes cosines and sines in
-    every layer. A compiled kernel for queries and keys would recompute them for every head; such
-    rotations took 116 of 2,074 ms of kernel time per step of llama1b_muon on an H200.
+    every layer. A compiled kernel for queries and keys would recompute cosines and sines for every
+    head; such rotations took 116 of 2,074 ms of kernel time per step of llama1b_muon on an H200.
     """
 
     def __init__(

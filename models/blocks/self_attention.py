@@ -20,7 +20,7 @@ from models.blocks.rotary import rotate_halves, rotated
 def turned_heads(
     query: Tensor, key: Tensor, turns: Tensor, epsilon: float, *gains: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normalise heads, if queries and keys have gains, and apply rotary positions.
+    """Normalise queries and keys, if they have gains, and apply rotary positions to both.
 
     `query` `[s, b, groups, heads per group, d]` becomes `[s, b, heads, d]`. `key` `[s, b, groups,
     1, d]` becomes `[s, b, groups, d]`. `turns` is `[s, 1 or b, 1, 1, 2 d]`.
@@ -37,9 +37,9 @@ def heads_gradients(
     """Return the gradient `[s, b, groups, (heads per group + 2) d]` of the linear layer's output,
     followed by the gradients of the gains, if any.
 
-    `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are gradients. `normed` holds
-    the inputs to `turned_heads` (queries, keys and the two gains), or is empty if there are no
-    gains.
+    `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are the gradients of queries,
+    keys and values. `normed` holds the inputs to `turned_heads` (queries, keys and the two gains),
+    or is empty if there are no gains.
     """
     dq, dk, dv = (x.unflatten(2, (key.shape[2], -1)) for x in (query, key, value))
     cos, sin = turns.to(query.dtype).chunk(2, -1)
@@ -54,8 +54,8 @@ def heads_gradients(
 
 
 class HeadFunctions(NamedTuple):
-    """`turned_heads` and `heads_gradients`, compiled or not. spectral/kernels/heads.py has a kernel
-    for `heads_gradients`."""
+    """The functions `turned_heads` and `heads_gradients`, which may be compiled.
+    spectral/kernels/heads.py has a kernel for `heads_gradients`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]] = turned_heads
     backward: Callable[..., tuple[Tensor, ...]] = heads_gradients
@@ -64,11 +64,11 @@ class HeadFunctions(NamedTuple):
 def split_heads(
     mixed: Tensor, turns: Tensor, gains: Sequence[Tensor], epsilon: float, functions: HeadFunctions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`, with queries and keys
-    normalised with `gains`, if any, and rotated by `turns` `[s, 1 or b, 1, 2 d]`.
+    """Split `mixed` into queries `[s, b, heads, d]`, and keys and values `[s, b, groups, d]`.
 
     `mixed` `[s, b, groups, (heads per group + 2) d]` holds the queries, key and value of each
-    group.
+    group. Queries and keys are normalised with `gains`, if any, and rotated by `turns` `[s, 1 or b,
+    1, 2 d]`.
     """
     options = turns.unsqueeze(2), epsilon, functions
     heads: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(  # type: ignore[no-untyped-call]

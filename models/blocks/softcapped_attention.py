@@ -45,7 +45,7 @@ class SoftcappedCoreAttention(CoreAttention):
         )
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled, unmasked score `[]`, before the soft cap."""
+        """Return the largest scaled score `[]` that is not masked, before the soft cap."""
         return largest_causal_score(query, key, self.scale, self.window, documents)
 
 

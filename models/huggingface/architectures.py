@@ -73,7 +73,8 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each value in `expected` (`rope_parameters`) that differs in `rope`."""
+    """Yield a message for each value in `expected`, from `rope_parameters`, that differs in
+    `rope`."""
     problem = rope_problem(rope)
     if problem is not None:
         yield problem
@@ -118,7 +119,7 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     if moe.experts // groups < 2:
         yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
     if groups > 1 and moe.top_k // used != 2:
-        rule = f"top_k must be at least twice and below three times top_groups = {used}"
+        rule = f"top_k must be at least twice, and less than three times, top_groups = {used}"
         yield rule, str(moe.top_k)
 
 
@@ -141,11 +142,11 @@ def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
     Other models are rejected before training, because they could not be exported afterwards.
     """
     only = "transformers' DeepseekV3 supports no other value"
-    rule = f"must be {LATENT_EPSILON:g}, because {only}"
+    rule = f"must be {LATENT_EPSILON:g}, got {model.norm_epsilon}: {only}"
     yield "norm_epsilon", model.norm_epsilon != LATENT_EPSILON, rule
-    rule = f"must be null or heads = {model.heads}, because {only}"
+    rule = f"must be null or heads = {model.heads}, got {model.kv_heads}: {only}"
     yield "kv_heads", model.kv_heads not in (None, model.heads), rule
-    rule = "must be null with latent, which sets the head dimensions"
+    rule = f"must be null with latent, got {model.head_dim}: latent sets the head dimensions"
     yield "head_dim", model.head_dim is not None, rule
     for rule, value in () if model.moe is None else mixture_limits(model.moe):
         key, rule = rule.split(" ", 1)

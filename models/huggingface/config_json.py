@@ -73,8 +73,8 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 LLAMA3_LONGER = 16
-"""Ratio of max_position_embeddings to original_max_position_embeddings in Llama 3.1, 3.2 and 3.3,
-which differs from their `factor`."""
+"""Ratio of max_position_embeddings to original_max_position_embeddings in Llama 3.1, 3.2 and 3.3.
+The RoPE scaling `factor` of these models is different."""
 
 READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gemma2"}
 """Maps the model types supported by `model_section` to families."""
@@ -83,8 +83,8 @@ READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gem
 def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `model` section of a run config for the model described by config.json.
 
-    Settings that the section cannot express are found by `differences`. Raises InexpressibleError
-    for model types not listed in `READABLE` and for unsupported rotary positions.
+    `differences` finds the settings that the section cannot express. Raises InexpressibleError for
+    model types not listed in `READABLE` and for unsupported rotary positions.
     """
     kind = settings.get("model_type")
     if kind not in READABLE:
@@ -135,7 +135,7 @@ def config_json(
         # Read by transformers 4, which takes the base from `rope_theta`.
         "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaling else None,
         "max_position_embeddings": max_positions(model, positions),
-        # A single value for all matrices; transformers only uses it to initialise new ones.
+        # A single value for all matrices; transformers only uses it to initialise new matrices.
         "initializer_range": model.hidden**-0.5 if model.init.std is None else model.init.std,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -158,7 +158,8 @@ def max_positions(model: ModelConfig, length: int) -> int:
 
 
 def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return a message for each value in `expected` (`model_settings`) that differs in `settings`.
+    """Return a message for each value in `expected`, from `model_settings`, that differs in
+    `settings`.
 
     `settings` is a config.json with transformers' defaults filled in.
     """

@@ -1,8 +1,8 @@
 """Maps parts of this project's parameters to the tensors of a Hugging Face model.
 
 As in megatron-core, one parameter holds the query, key and value heads of all groups, and another
-holds gate and up. Hugging Face models store them as separate tensors. Export and import share the
-same list.
+holds gate and up. Hugging Face models store them as separate tensors. Export and import use the
+same list of tensors.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SCORE_BIAS = ".e_score_correction_bias"
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor in a Hugging Face model, and the part of this project's parameter it corresponds to.
+    """A tensor in a Hugging Face model, and the corresponding part of a parameter in this project.
 
     name       name in transformers, e.g. `model.layers.0.self_attn.q_proj.weight`
     parameter  declared name of the parameter or buffer, e.g. `layers.0.attention.qkv`

@@ -146,8 +146,8 @@ class UnitGather:
     """Gathers the whole matrices of all domains in this rank's pipeline stage."""
 
     def __init__(self, optimizer: DistributedOptimizer, elements: int) -> None:
-        """Plan the gathers. At a time, a rank inspects at most `elements` elements or one larger
-        matrix."""
+        """Plan the gathers. At any time, each rank holds at most `elements` gathered elements, or
+        one larger matrix."""
         self.plans = []
         for index, domain in enumerate(optimizer.domains):
             stage, units = domain.domain.stage, domain.model.stage_units

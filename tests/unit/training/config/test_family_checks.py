@@ -40,8 +40,8 @@ DEEPSEEK = [
     *(
         (
             ["model.moe.expert_groups=2", f"model.moe.top_k={top_k}"],
-            "model.moe.top_k must be at least twice and below three times top_groups = 1, got "
-            f"{top_k}",
+            "model.moe.top_k must be at least twice, and less than three times, top_groups = 1, "
+            f"got {top_k}",
         )
         for top_k in (1, 3)
     ),
