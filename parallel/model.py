@@ -80,14 +80,16 @@ class ParallelModel:
         return first and not unit.is_copy
 
     def gradient(self, unit: Unit) -> Tensor:
-        """Return a view of this rank's piece of the gradient of `unit`, in float32 or wider."""
+        """Return a view of this rank's piece of the gradient of `unit`, which is float32 or
+        wider."""
         parameter = self.parameters[unit.parameter]
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
         """Update the tracked singular vectors of in-graph PC layers for the new weights.
 
-        Waits for the weights. If `active`, a 0-d bool tensor, is False, this is a no-op.
+        Waits for the all-gathers of the weights. If `active`, a 0-d bool tensor, is False, this is
+        a no-op.
         """
         if self.in_graph:
             self.wait_for_weights()
@@ -95,7 +97,7 @@ class ParallelModel:
             effective.refresh_(self._weight_of(effective), active)
 
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the largest normalised singular values and the gammas of the in-graph PC layers.
+        """Return the in-graph PC layers' largest normalised singular values and their gammas.
 
         Both lists have one tensor `[units]` per layer (see `UnitWeight.guard_`). Only one of the
         ranks that hold a layer returns its tensors. Collective: all ranks of a stage must call this
@@ -145,7 +147,7 @@ class ParallelModel:
             torch._foreach_zero_(part.buffers.gradients)
 
     def wait_for_weights(self) -> None:
-        """Wait for the all-gathers of the last step's new weights."""
+        """Wait until the weights that the last step updated have been all-gathered."""
         for part in self.domains:
             part.wait(list(part.gathers))
 

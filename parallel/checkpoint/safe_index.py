@@ -1,8 +1,8 @@
 """Reads checkpoint state without executing code from its pickles.
 
 torch writes `.metadata`, the index of a checkpoint's tensors, as a pickle. `read_index` unpickles
-only the classes that such an index contains. `read_plain` uses torch.load with weights_only, and so
-does torch when it reads the tensors.
+only the classes that such an index contains. `read_plain` uses torch.load with weights_only, as
+does torch's own reader of the tensor files.
 """
 
 import os
@@ -132,8 +132,8 @@ class Reader(FileSystemReader):
     def read_into(self, targets: Mapping[str, Tensor], planner: LoadPlanner | None = None) -> None:
         """Read stored tensors in place into `targets`, which maps their keys to tensors.
 
-        With `planner`, reads the parts that it requests instead. Not collective: only this process
-        reads. Raises CheckpointException.
+        If `planner` is given, reads the parts that the planner requests instead. Not collective:
+        only this process reads. Raises CheckpointException.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -100,7 +100,7 @@ class StateError(ValueError):
 def load_state(
     folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
 ) -> dict[str, Any]:
-    """Load model and optimizer state in place. It may have been saved on any layout.
+    """Load model and optimizer state in place from a checkpoint that was saved on any layout.
 
     Collective: all ranks must call this function. Returns the saved `extra`.
 
@@ -141,7 +141,7 @@ def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -
 
 
 class _PartPlanner(DefaultLoadPlanner):
-    """Load planner that loads the parts of a state in place."""
+    """Load planner that reads stored tensors into the parts of a state in place."""
 
     def __init__(self, state: Mapping[str, StatePart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -162,7 +162,7 @@ class _PartPlanner(DefaultLoadPlanner):
 
 
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
-    """Return this rank's parts of the state by name.
+    """Return this rank's parts of the state, keyed by name.
 
     Parts are views, except for counters: these are copies, because many units share one counter in
     memory.
@@ -323,7 +323,7 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield the counters of all units stored, in whole or in part, on this rank.
+    """Yield the counters of all units of which this rank stores all or a part.
 
     A unit's counters are saved by the rank that holds its first element.
     """

@@ -118,7 +118,7 @@ class StateWriter(FileSystemWriter):
 Result = TypeVar("Result")
 
 START_SECONDS = 30.0
-"""Time limit for a writer process to start."""
+"""Time limit, in seconds, for a writer process to start."""
 STARTS = 3
 """Number of attempts to start a process for each write."""
 
@@ -141,7 +141,8 @@ class FileFacts:
 
 @dataclass
 class Written:
-    """Result of a writer process: its tensors' index entries, and facts about its files by name."""
+    """Result of a writer process: the index entries of its tensors, and `FileFacts` by file
+    name."""
 
     index: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -277,8 +278,8 @@ def _write_all(
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Return the message of the OSError that caused `error`, or the last line of `error` if there
-    is none.
+    """Return the message of the OSError that caused `error`, or the last line of `error` if no
+    OSError did.
 
     torch's own message only says that a file is too short.
     """
@@ -318,7 +319,7 @@ def file_facts(path: Path) -> FileFacts:
 
 
 def write_plain(path: Path, value: object) -> None:
-    """Write `value`, made of plain values and tensors, for `torch.load` with weights_only.
+    """Write plain values and tensors in such a way that torch.load can read them with weights_only.
 
     Raises OSError on a full disk, unlike torch's own writer, which raises other errors.
     """

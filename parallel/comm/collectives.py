@@ -60,7 +60,7 @@ def named(kind: str) -> Iterator[None]:
 
 
 PATIENCE: Final = 5.0
-"""Seconds within which a collective that fails on one rank must also fail on all other ranks."""
+"""Seconds to wait for the other ranks to report that their collective has failed, too."""
 
 
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:

@@ -38,7 +38,8 @@ class CpuEvent(torch.cpu.Event):
 
 
 class Calls(TorchFunctionMode):
-    """Context manager that routes every torch function through `call(function, args, kwargs)`."""
+    """Context manager that routes calls of torch functions through `call(function, args,
+    kwargs)`."""
 
     def __init__(self, call: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]):
         super().__init__()

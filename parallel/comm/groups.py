@@ -200,7 +200,7 @@ def initialize(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
-        create_gloo_process_groups=False,  # `host` is the only one needed
+        create_gloo_process_groups=False,  # `host` is the only gloo group needed
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
     return _groups(layout, device, host, store, _expert_stage(timeout))

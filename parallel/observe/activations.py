@@ -52,7 +52,7 @@ class Size:
     largest: Tensor
 
     def add(self, seen: Tensor) -> None:
-        """Accumulate the entries of `seen`."""
+        """Add the entries of `seen` to the statistics."""
         wide = seen.detach().double()
         self.square += wide.square().sum()
         self.number += wide.numel()

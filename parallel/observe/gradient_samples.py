@@ -2,9 +2,9 @@
 
 On every layout, the samples are the first micro-batches of the global batch. Each rank stores the
 gradients of its own samples until the backward pass ends. Then all replicas receive all samples,
-one parameter at a time, and keep only the inner products `[samples, samples]` of each matrix.
-Experts are skipped under expert parallelism, because their gradients mix micro-batches from several
-ranks.
+one parameter at a time, and keep only the inner products `[samples, samples]` of each matrix's
+gradients. Experts are skipped under expert parallelism, because their gradients mix micro-batches
+from several ranks.
 """
 
 import torch
@@ -42,7 +42,7 @@ class GradientSamples:
         self.model = model
         model.sum_in_products(False)
         for part in self.parts:
-            part.reducer.observe = self._observe  # drops any samples never read
+            part.reducer.observe = self._observe  # drops samples that were not read
 
     def _observe(self, name: str, gradient: Tensor) -> None:
         if name not in self.matrices:

@@ -25,7 +25,7 @@ from spectral.sharded.placement import longest_processing_time
 
 
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
-    """Assign each parameter's matrices to one of a stage's `ranks` ranks, their inspection rank.
+    """Choose the inspection rank of each parameter's matrices among the `ranks` ranks of a stage.
 
     `units[i]` are the units of tensor-parallel rank i. Parameters are assigned in order of
     descending cost, each to the least loaded rank so far.
@@ -100,7 +100,8 @@ class Snapshot:
 
 
 def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
-    """Return a snapshot of the current weights. With `copy`, it is unaffected by the next step."""
+    """Return a snapshot of the current weights. With `copy`, the next step does not change the
+    snapshot."""
     kept: Callable[[Tensor], Tensor] = torch.clone if copy else torch.Tensor.detach
     return Snapshot(
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],

@@ -26,7 +26,7 @@ def bit_hash(value: Tensor) -> Tensor:
     """Hash the bits of a tensor to a 0-d int64 tensor.
 
     The hash is the sum, modulo 2^64, of each element's bits times an odd number derived from the
-    element's position. Tensors that differ in exactly one element never collide.
+    element's position. Tensors that differ in exactly one element never have the same hash.
     """
     bits = value.detach().contiguous().view(-1).view(INTEGERS[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=value.device)
@@ -118,8 +118,8 @@ class _Watched:
     first: int = 0
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
-        """Yield the names of weights that overlap a changed chunk. `same` yields a flag per
-        chunk."""
+        """Yield the names of weights that overlap a changed chunk. For each chunk, `same` yields
+        whether it is unchanged."""
         last = self.first + self.flat.numel()
         for start in range(self.first, last, CHUNK):
             if next(same):

@@ -170,10 +170,10 @@ class DistributedOptimizer:
         """Return each PC layer unit's largest normalised singular value and its gamma, both
         `[units]`.
 
-        Covers the PC layers that this rank owns or evaluates in its graph. Correct singular values
-        are in [0, 1.1]. Tracked singular vectors that do not belong to the largest singular value
-        are replaced. Only call this on logging steps, because it costs about fifty passes over the
-        weights.
+        The result covers the PC layers that this rank owns or evaluates in its graph. Correct
+        singular values are in [0, 1.1]. Tracked singular vectors that do not belong to the largest
+        singular value are replaced. Only call this on logging steps, because it costs about fifty
+        passes over the weights.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
@@ -215,7 +215,7 @@ class DistributedOptimizer:
 
 
 class DisagreementError(RuntimeError):
-    """Raised when plans or values that must match across ranks differ."""
+    """Raised when ranks disagree on plans or values that must be the same on all of them."""
 
 
 def build_optimizer(

@@ -152,7 +152,7 @@ class DomainOptimizer:
             units.publish()
 
     def reload_kept(self) -> None:
-        """Reload the weights kept by owners from the master weights, e.g. after loading a
+        """Reload the owners' copies of weights from the master weights, e.g. after loading a
         checkpoint."""
         for group in self.step_groups:
             group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)

@@ -2,10 +2,10 @@
 
 PC(W) is independent of the data, so each unit's owner computes it once per optimizer step. The
 gradient of PC(W) is accumulated over micro-batches and reduced across ranks like any other
-gradient. It is then sent to the owner, which multiplies it by the transposed Jacobian of the map,
-and updates W and gamma. The new PC(W) is sent back to the shards, and the usual all-gather
-distributes it to all ranks. The model code is unchanged. Source of the map: "PC Layer: Polynomial
-Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
+gradient. The reduced gradient is then sent to the owner, which multiplies it by the transposed
+Jacobian of the map, and updates W and gamma. The new PC(W) is sent back to the shards, and the
+usual all-gather distributes it to all ranks. The model code is unchanged. Source of the map: "PC
+Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

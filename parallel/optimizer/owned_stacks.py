@@ -1,4 +1,4 @@
-"""Stacks of units with the same shape and rates, and the owner's state and memory for them.
+"""Stacks of units with the same shape and rates, with their state and memory on the owner.
 
 Independent stacks can be updated on parallel GPU streams.
 """
@@ -46,8 +46,8 @@ class Streams:
     """CUDA streams for independent work.
 
     Small stacks of small matrices leave most of a GPU idle, so they are spread over several
-    streams. These fork from the current stream and join it at the end, so that the work can be
-    captured as a CUDA graph. Large stacks stay on the current stream: they would be no faster on
+    streams. The streams fork from the current stream and join it at the end, so that the work can
+    be captured as a CUDA graph. Large stacks stay on the current stream: they would be no faster on
     another one, and PyTorch's allocator would keep a separate scratch pool for each stream.
     """
 
@@ -57,7 +57,7 @@ class Streams:
         ]
 
     def spread(self, items: Sequence[Item], elements: Callable[[Item], int]) -> Iterator[Item]:
-        """Yield each item with its assigned stream set as the current stream.
+        """Yield each item while the stream assigned to it is the current stream.
 
         `elements` returns the number of matrix elements in an item. At the end, the original stream
         waits for all items.
@@ -165,7 +165,7 @@ class OwnedStack:
 def owned_stacks(
     transfers: Sequence[UnitTransfer], assign: Callable[[Unit], Assignment]
 ) -> list[OwnedStack]:
-    """Group the transfers into stacks without state.
+    """Group the transfers into stacks, whose state is still empty.
 
     All units of a stack share a shape, a rule, rates, and the map to effective weights.
     """

@@ -110,7 +110,7 @@ def plan_transfers(
 def shardwise(
     stage_units: Sequence[Sequence[Unit]], matrix: Callable[[Unit], bool]
 ) -> list[list[Unit]]:
-    """Return the units, with each sharded matrix replaced by its pieces as separate units.
+    """Return the units, with each sharded matrix replaced by one unit for each of its pieces.
 
     Only units for which `matrix` returns True are replaced.
     """

@@ -51,9 +51,9 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
     of one micro-batch. Temporary memory is the maximum of two amounts: the head's memory, needed
     until the loss is computed, and a layer's gradients and recomputed activations in its backward
     pass. The head saves its norm's input and output, float32 logits, and logits in the model's
-    dtype. With `loss_chunk`, it needs float32 logits and their softmax for one chunk at a time.
-    With selective recomputation, feed-forward blocks only save tensors of routed experts. With full
-    recomputation, a layer only saves its input.
+    dtype. With `loss_chunk`, the head needs float32 logits and their softmax for one chunk at a
+    time. With selective recomputation, feed-forward blocks only save tensors of routed experts.
+    With full recomputation, a layer only saves its input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens
     itemsize, stream = inputs.dtype.itemsize, shape.stream

@@ -221,8 +221,8 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
 
 
 def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> StagePlan:
-    """Plan a stage, given the units of its tensor-parallel ranks. `completed` adds activations and
-    traffic."""
+    """Plan a stage, given the units of its tensor-parallel ranks. `completed` adds the activations
+    and the rest of the traffic."""
     domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
     for name, part, members, repeats in inputs.domains(units):
@@ -356,7 +356,7 @@ class DomainPlan:
         return kept
 
     def transient(self, owners: Owners) -> int:
-        """Return the transient memory of a step group in bytes, maximized over groups and ranks."""
+        """Return the largest transient memory, in bytes, that any step group needs on any rank."""
         # Numbers of elements that each rank owns, and that it sends or receives: `[step groups,
         # stage ranks]`.
         count = max(self._step_group.values()) + 1

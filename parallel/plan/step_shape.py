@@ -54,7 +54,7 @@ class LayerWeight:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of a layer, with only one routed expert, and the size of its vectors.
+    """A layer's weights, with only one of its routed experts, and the sizes of its vectors.
 
     Gains are replicated. Biases are sharded across tensor-parallel ranks.
     """
@@ -212,12 +212,12 @@ class StepShape:
 
     @property
     def stream(self) -> int:
-        """Number of residual-stream elements on one rank per token in `tokens`."""
+        """Number of residual-stream elements that one rank holds per token in `tokens`."""
         return self.model.hidden // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property
     def pairs(self) -> int:
-        """Number of (token, expert) pairs per micro-batch dispatched by one rank in an MoE
+        """Number of (token, expert) pairs that one rank dispatches per micro-batch in an MoE
         layer."""
         assert self.model.moe is not None
         return self.own_tokens * self.model.moe.top_k * self.inputs.expert_tensor

@@ -146,7 +146,8 @@ class BucketLayout:
         return counts
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
-        """Return the number of elements in each data-parallel rank's shard, weighted per unit."""
+        """Return the number of elements in each data-parallel rank's shard. Each element of a unit
+        counts `weight` times, for each (unit, weight) in `weighted`."""
         # Accumulate differences between adjacent ranks, so that the cost per unit is independent of
         # the number of ranks.
         steps = [0] * (self.ranks + 1)
@@ -231,7 +232,7 @@ class BucketPlanner:
     preconditioned: Callable[[Unit], bool] = lambda unit: False
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
-        """Lay out the parameters of `units`, given in forward order."""
+        """Lay out the parameters of `units`, which are in forward order."""
         sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
         tied = {unit.parameter for unit in units if unit.tied_stage}
         contents = set_apart(bucket_parameters(sizes), tied)

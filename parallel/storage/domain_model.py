@@ -229,8 +229,8 @@ class WeightProducts:
 def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
     """Enable or disable fused accumulation into `main_grad` in the linear layers of `chunks`.
 
-    Weights computed during the forward pass have no `main_grad`, so their layers are excluded. When
-    enabled, autograd gets None as the weight gradient.
+    Weights computed during the forward pass have no `main_grad`, so their layers are excluded. With
+    fused accumulation, autograd gets None as the weight gradient.
     """
     layers.fused_weight_gradient_mlp_cuda = WeightProducts
     for chunk in chunks:
@@ -264,8 +264,7 @@ class DomainModel:
 
     @torch.no_grad()
     def start_gathers(self, buckets: Sequence[int], comm_volume: CommVolume) -> None:
-        """Round the master weights of `buckets` into the parameters, and start their
-        all-gathers."""
+        """Round the master weights of `buckets` into the parameters, and start the all-gathers."""
         flats = [self.buffers.parameters[bucket] for bucket in buckets]
         masters = [self.buffers.masters[bucket] for bucket in buckets]
         copy_all_(
@@ -277,7 +276,7 @@ class DomainModel:
             self.gathers[bucket] = all_gather_(flat, self.domain.replicas, comm_volume)
 
     def all_gather_weights(self) -> None:
-        """Round the master weights into the parameters, all-gather them and wait.
+        """Round the master weights into the parameters, all-gather the parameters, and wait.
 
         The bytes sent are not counted, because this is not part of a step.
         """
