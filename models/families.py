@@ -113,7 +113,7 @@ class Family:
         """Return all roles: matrices in forward order, then gains and biases, then the head."""
         layers = {0, 0 if model.moe is None else model.moe.dense_layers}
         units = self.units(
-            replace(model, vocab_size=1),  # any size will do: it may not be known yet
+            replace(model, vocab_size=1),  # any size will do
             layers=sorted(layers),
             qkv_units=qkv_units,
             split_gate_up=split_gate_up,

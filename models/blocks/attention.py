@@ -135,12 +135,12 @@ class CoreAttention(torch.nn.Module):
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    documents to which attention is restricted; None if there is only one
+        documents    documents that attention does not cross; None if there is only one
         """
         raise NotImplementedError
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled score `[]` that is not masked. See `attend` for the
+        """Return the largest scaled score `[]`, excluding masked scores. See `attend` for the
         arguments."""
         return largest_causal_score(query, key, self.scale, documents=documents)
 
@@ -176,7 +176,7 @@ class CoreAttention(torch.nn.Module):
     def largest_logit(
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the largest scaled score `[]` of this rank's queries that is not masked. See
+        """Return the largest scaled score `[]` of this rank's queries, excluding masked scores. See
         `forward` for the arguments."""
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
@@ -293,7 +293,7 @@ def causal_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    documents to which attention is restricted; None if there is only one
+    documents    documents that attention does not cross; None if there is only one
     """
     if is_slow(query):
         q, k, v = (x.float() for x in (query, key, value))
@@ -332,9 +332,9 @@ def causal_attention(
 def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that restricts attention on GPUs to fused kernels.
 
-    Within it, attention raises RuntimeError if no fused kernel supports the inputs; PyTorch would
-    otherwise silently fall back to materialising the scores `[s, s]`. On CPUs, and for float64,
-    which no fused kernel supports, all kernels are allowed.
+    Within the context, attention raises RuntimeError if no fused kernel supports the inputs;
+    PyTorch would otherwise silently fall back to materialising the scores `[s, s]`. On CPUs, and
+    for float64, which no fused kernel supports, all kernels are allowed.
     """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()
@@ -381,7 +381,7 @@ def largest_causal_score(
     window: int | None = None,
     documents: DocumentRange | None = None,
 ) -> Tensor:
-    """Return the largest attention score `[]` that is not masked, in float32 or wider.
+    """Return the largest attention score `[]`, excluding masked scores, in float32 or wider.
 
     Scores are computed one block of queries at a time, so no `[s, t]` matrix is materialised. With
     `window`, a query attends to the last `window` keys up to its own position. With `documents`, a
@@ -484,7 +484,7 @@ def varying_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s; all heads are padded to one aligned dimension
-    lengths      documents to which attention is restricted
+    lengths      documents that attention does not cross
     """
     # Imported lazily, because the import loads the compiler.
     from torch.nn.attention.varlen import varlen_attn

@@ -98,8 +98,8 @@ class Fused:
         return True
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
-        """Fuse the residual sum `name` of `layer` into the next norm, `norm`, and return whether it
-        supports this."""
+        """Fuse the residual sum `name` of `layer` into the next norm, `norm`. Return False if the
+        norm does not support fusion."""
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False
@@ -150,7 +150,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile needs but cannot find in order to run on `device`, or None."""
+    """Return what torch.compile is missing to run on `device`, or None if nothing is missing."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

@@ -3,7 +3,7 @@
 Logits can be soft-capped. The z-loss uses the squared log-sum-exp of each token's logits.
 
 The logits of a micro-batch are `[tokens, vocabulary]`. In float32, together with the softmax saved
-for backward, they are by far the largest activations of a model with a large vocabulary. The
+for backward, the logits are by far the largest activations of a model with a large vocabulary. The
 chunked loss processes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N.
 Gimelshein, "Online normalizer calculation for softmax", 2018). The backward pass recomputes each
 chunk's logits, at the cost of one more matmul with the head. With tensor parallelism, every rank
@@ -53,7 +53,7 @@ def losses_and_normalizers(
     for each token, both `[tokens]`, in float32 or wider.
 
     Args:
-        hidden: `[tokens, width]`. The caller must sum its gradient over `group`.
+        hidden: `[tokens, width]`. The caller must sum the gradient of `hidden` over `group`.
         weight: `[rows, width]`, this rank's rows of the head.
         labels: `[tokens]`, the row of each label in `weight`; indices outside `weight` refer to
             rows on other ranks.

@@ -151,10 +151,11 @@ def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
 def take_balancing_losses() -> dict[str, Tensor]:
     """Return this rank's part of each balancing loss `[layers]`, and clear Megatron's record.
 
-    The losses exclude their coefficients and are summed over all micro-batches since the last call.
+    The losses are not multiplied by their coefficients, and are summed over all micro-batches since
+    the last call.
 
-    To reduce them: sum the sequence loss over the ranks that share a sequence, sum the global loss
-    over all ranks of a stage, and average the z-loss over all ranks of a stage.
+    To reduce the losses across ranks, sum the sequence loss over the ranks that share a sequence,
+    sum the global loss over all ranks of a stage, and average the z-loss over all ranks of a stage.
     """
     return {ENGINE_LOSSES[name]: values for name, values in take_losses().items()}
 
@@ -198,7 +199,7 @@ def sort_tokens_(chunk: torch.nn.Module) -> None:
 
 
 class SortedDispatcher(MoETokenDispatcher):
-    """Sends each token to its experts, sorted by expert, and returns the results.
+    """Sends tokens, sorted by expert, to their experts and returns the results.
 
     With expert-tensor-parallel size `tensor`, rank r of the group holds `local` experts, starting
     with expert `r // tensor * local`: whole experts if `tensor` is 1, otherwise the `r % tensor`-th
@@ -406,7 +407,7 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Stacks the weights again in backward instead of saving the stack."""
+    """Grouped GEMM that stacks the weights again in backward instead of saving the stack."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

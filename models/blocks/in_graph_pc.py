@@ -1,10 +1,11 @@
 """In-graph PC layers: every forward pass computes the effective weight PC(W).
 
-This file is the readable reference. By default, training uses the materialized evaluator, which
-computes the same weights once per optimizer step (parallel/optimizer/materialized_pc.py). As in the
-library (spectral/pc_layers.py), an in-graph PC layer is a parametrization of a linear layer's
-weight, so Megatron's column-parallel, row-parallel and expert layers work unmodified. Activation
-recomputation is safe, because forward passes do not modify state.
+This file is the readable reference implementation. By default, training uses the materialized
+evaluator, which computes the same weights once per optimizer step
+(parallel/optimizer/materialized_pc.py). As in the library (spectral/pc_layers.py), an in-graph PC
+layer is a parametrization of a linear layer's weight, so Megatron's column-parallel, row-parallel
+and expert layers work unmodified. Activation recomputation is safe, because forward passes do not
+modify state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

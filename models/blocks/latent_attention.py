@@ -128,8 +128,8 @@ class LatentAttention(torch.nn.Module):
         return self.q_b(self.q_a_norm(self.q_a(hidden_states)))[0]
 
     def to_all_heads(self, key_rope: Tensor) -> Tensor:
-        """Return the rotary keys of the whole sequence. The backward pass sums their gradient over
-        all heads."""
+        """Return the rotary keys of the whole sequence. The backward pass sums the keys' gradient
+        over all heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_rope, group=self.tensor)
         return copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)

@@ -2,8 +2,8 @@
 residual add.
 
 Megatron adds a block's output to the residual stream in one pass over memory and normalises the sum
-in a second. In backward, autograd adds the two gradients of the sum in a third. When fused, RMSNorm
-also computes the sum, and caches the normalised sum for its next call.
+in a second. In the backward pass, autograd adds the two gradients of the sum in a third pass. When
+fused, RMSNorm also computes the sum, and caches the normalised sum for its next call.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Multiplies by `1 + gain` if the config has zero-centered gains. Megatron's torch norm supports
     neither zero-centered gains nor sequence parallelism. Sequence parallelism requires a flag on
-    the gain, because finalize_model_grads must all-reduce its gradient over the parts of the
+    the gain, because finalize_model_grads must all-reduce the gain's gradient over the parts of the
     sequence.
     """
 

@@ -1,7 +1,8 @@
 """Self-attention around core attention, with a fused linear layer for queries, keys and values.
 
 Autograd would write three gradients and then copy them into one tensor for the linear layer's
-backward pass. Here a single function, which can be compiled, writes them directly to one tensor.
+backward pass. Here a single function, which can be compiled, writes all three directly to one
+tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +38,9 @@ def heads_gradients(
     """Return the gradient `[s, b, groups, (heads per group + 2) d]` of the linear layer's output,
     followed by the gradients of the gains, if any.
 
-    `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are the gradients of queries,
-    keys and values. `normed` holds the inputs to `turned_heads` (queries, keys and the two gains),
-    or is empty if there are no gains.
+    `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are the gradients of the
+    queries, keys and values. `normed` holds the inputs to `turned_heads` (queries, keys and the two
+    gains), or is empty if there are no gains.
     """
     dq, dk, dv = (x.unflatten(2, (key.shape[2], -1)) for x in (query, key, value))
     cos, sin = turns.to(query.dtype).chunk(2, -1)
@@ -120,7 +121,8 @@ class RotatedSelfAttention(SelfAttention):
 
     @property
     def splits_heads(self) -> bool:
-        """Whether `heads` can be used: ranks hold whole groups, and no gain is zero-centered."""
+        """Whether `heads` can be used, i.e. ranks hold whole groups and no gain is
+        zero-centered."""
         norms = self.q_layernorm, self.k_layernorm
         plain = not self.config.layernorm_zero_centered_gamma
         whole = self.config.num_query_groups >= self.world_size

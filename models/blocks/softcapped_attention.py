@@ -45,7 +45,7 @@ class SoftcappedCoreAttention(CoreAttention):
         )
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled score `[]` that is not masked, before the soft cap."""
+        """Return the largest scaled score `[]` before the soft cap, excluding masked scores."""
         return largest_causal_score(query, key, self.scale, self.window, documents)
 
 
@@ -67,7 +67,7 @@ def softcapped_attention(
         cap: soft cap on the scaled scores, or None.
         window: number of keys that a query attends to, including the one at its own position; None
             for all previous keys.
-        documents: documents to which attention is restricted; None if there is only one.
+        documents: documents that attention does not cross; None if there is only one.
     """
     groups = key.shape[2]
     q = query.permute(1, 2, 0, 3).unflatten(1, (groups, -1)).flatten(0, 1)  # [b g, n, s, d]
