@@ -11,7 +11,7 @@ from .weight_use import Use
 
 
 class Sums(NamedTuple):
-    """Sums or products of pairs of columns, numbered from `start`."""
+    """Sums or products of pairs of columns; their numbers begin at `start`."""
 
     start: int
     end: int
@@ -29,7 +29,7 @@ class Sums(NamedTuple):
         return torch.cat(moving or [*pairs])
 
     def vectors(self, numbers: Tensor) -> list[Tensor]:
-        """Return the two vectors of terms in a vector of sums, or [] if any sums share a column."""
+        """Return the two vectors of terms in a vector of sums, or [] if two sums share a column."""
         pairs = self.pairs[numbers - self.start]
         separate = self.terms and len(numbers) > 1 and len(pairs.unique()) == pairs.numel()
         return [*pairs.T] if separate else []

@@ -1,7 +1,7 @@
 """Shadows of tensors, which hold one number per element.
 
-A shadow belongs to a storage, so it is shared by all views of a tensor. It has length 1 along axes
-where numbers do not change (an activation's batch and tokens).
+A shadow belongs to a storage, so it is shared by all views of a tensor. A shadow has length 1 along
+axes where numbers do not change (an activation's batch and tokens).
 """
 
 from collections.abc import Mapping

@@ -51,7 +51,7 @@ PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"),
 """Maps operations that multiply two consecutive arguments to the position of the first one."""
 FILLS = ("where", "lerp", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
-"""Operations that combine activations without products."""
+"""Operations that combine activations without multiplying them."""
 COPIES = ("clone", "_to_copy", "copy", "mul", "div")
 """Operations that copy or scale a weight if they have no second tensor operand."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
@@ -71,7 +71,7 @@ STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
     r"|_weight_norm_interface|native_dropout|leaky_relu|_prelu_kernel|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill|fake_quantize_per_.*"
 )
-"""Operations that act on or scale each element but lack torch's pointwise tag."""
+"""Operations that act on each element, or scale it, but lack torch's pointwise tag."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
 """Reductions other than sums. Reducing only some columns hides how all columns are used."""
 REDUCTIONS = re.compile(
@@ -155,7 +155,7 @@ def _run(model: nn.Module, example: Any) -> Any:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # MATH shows all products of attention
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # MATH exposes attention's products
             if isinstance(example, Mapping):
                 return model(**example)
             if isinstance(example, (tuple, list)):
@@ -636,7 +636,7 @@ class Watch(TorchDispatchMode):
                 continue
             by_entry = columns.ndim == 3 and columns[0].numel() == 1 < len(columns)
             if layer and by_entry and out.shape[2 - i] == 1:
-                depthwise = True  # a vector per column only scales the column
+                depthwise = True  # one vector per column only scales that column
                 kept.append(columns)
                 continue
             own = kind

@@ -251,7 +251,9 @@ def _division(
     others -= {0} if stacked else set()
     if len(sums) > 1 or others or axis != stacked + transposed or axis in inputs:
         shown = " and ".join(map(str, sorted(sums)))
-        raise ValueError(f"no units describe products that sum over axes {shown} of shape {shape}")
+        raise ValueError(
+            f"no units describe products that sum over axes {shown} of a weight of shape {shape}"
+        )
     groups = groups if transposed else 1
     parts = shape[0] if stacked and 0 in outputs else groups
     each, size, rows = shape[0] // parts, shape[axis], []
