@@ -31,7 +31,7 @@ class ForwardWords:
     """Words (names, operators and indices) in modules' forward passes, in execution order.
 
     The name of a called function is followed by the function's words. Names of child modules start
-    with a dot and, if the child has no parameters, are followed by its class name and its words.
+    with a dot. If a child has no parameters, its name is followed by its class name and its words.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def _called(
     reached = [(module, space[key]) for space in spaces for key in roots if key in space][:1]
     if first and not reached:
         reached = [(module, spec) for spec in map(_unimported, roots) if spec is not None]
-    reached += [(module, module)] if names and not first else []  # the local may be the module
+    reached += [(module, module)] if names and not first else []  # the local may be self
     for name in names:
         reached = [
             (value if isinstance(value, nn.Module) else owner, attribute)
@@ -186,7 +186,7 @@ def _attributes(value: Any, name: str) -> list[Any]:
 
 
 def _function(value: Any) -> Any:
-    """Return the function that runs when a value is called or a property is read, or None."""
+    """Return the function that calling a value or reading a property runs, or None."""
     value = value.fget if isinstance(value, property) else value
     if isinstance(value, MethodType) and isinstance(value.__self__, type(torch.autograd.Function)):
         value = value.__self__  # Function.apply
@@ -219,7 +219,7 @@ def _words(code: CodeType) -> list[str]:
     """
     words, slices, path, origin = list[str](), list[bool](), "", ""
     copies = dict[str, str]()
-    calls = list[tuple[list[str], list[str]]]()  # words in a call's arguments and in its function
+    calls = list[tuple[list[str], list[str]]]()  # words in arguments and in the function
     steps = [*dis.get_instructions(code)]
     for i, step in enumerate(steps):
         value, name = step.argval, step.opname

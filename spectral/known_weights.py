@@ -65,8 +65,8 @@ KNOWN = {
     "dt_proj": "intermediate_size",
     "in_proj_qkv": "num_k_heads*head_k_dim num_k_heads*head_k_dim num_v_heads*head_v_dim",
 }
-"""Maps weight names to attributes of the enclosing module that hold the row counts of the weight's
-consecutive matrices."""
+"""Maps weight names to attributes of the enclosing module that hold the row counts of the
+consecutive matrices in the weight."""
 ATTENTION = re.compile(
     r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
     r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"
@@ -78,7 +78,7 @@ PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow
 GATES = {"*", "mul"}
 """Operators and functions that multiply the two halves of a layer's outputs."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
-"""Functions and indices that may divide a layer's outputs."""
+"""Functions and index expressions that may divide a layer's outputs."""
 SHUFFLES = {"rearrange", "pixel_shuffle", "pixelshuffle"}
 """Functions and classes that may divide a layer's outputs among tokens or pixels."""
 SHAPES = {"view", "reshape"}
@@ -228,7 +228,7 @@ class KnownWeights:
         """Return whether a layer named like a single matrix is an output layer, and the evidence.
 
         The evidence is the layer's name or the input sizes of other layers. Raises ValueError if no
-        nearby layer uses all of its outputs.
+        nearby layer uses all of the layer's outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
         (_, inner), *scopes = weight.path[_base(weight) :]
@@ -306,7 +306,7 @@ class KnownWeights:
         inputs = _inputs(weight, outputs)
         parts = outputs in range(2 * inputs, 13 * inputs, inputs)  # e.g. shift and scale
         cut = parts and any(x.inputs == inputs for x in later)
-        made = [inputs, *(x.outputs for x in later)]  # before each later layer
+        made = [inputs, *(x.outputs for x in later)]  # sizes before each later layer
         others = all(x.inputs in made[:i] for i, x in enumerate(later, 1))
         others &= self.repeated.isdisjoint(x.module for x in later)
         used = any(x.inputs == outputs for x in self.layers.layers)
@@ -318,10 +318,10 @@ class KnownWeights:
         return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], set[nn.Module], str]:
-        """Return the matmul layers after a weight's layer, modules that run before it, and a
-        mixer's class.
+        """Return the matmul layers after a weight's layer, the modules that run before it, and the
+        class of a mixer.
 
-        A layer counts as later if it follows in model order or in a forward pass. The modules hold
+        A layer counts as later if it follows in model order or in a forward pass. The modules are
         layers that a forward pass uses before the weight's layer, possibly in another branch. A
         mixer is a module that adds or multiplies activations after the weight's layer; without one,
         the class is "".
@@ -375,7 +375,7 @@ class KnownWeights:
         return ""
 
     def _divides_inputs(self, module: nn.Module) -> bool:
-        """Return whether a module may multiply heads in inputs that it does not project."""
+        """Return whether a module may multiply heads in inputs that other modules project."""
         words, size = self.words.of(module), _first(module, HEAD_SIZES)
         widest = max((x.inputs for x in self.layers.within(module)), default=0)
         grouped = _first(module, KEY_COUNTS) not in (0, _first(module, HEAD_COUNTS))
@@ -491,7 +491,7 @@ def _first(module: nn.Module, names: str) -> int:
 
 
 def _attribute_rows(attributes: str, around: nn.Module) -> tuple[int, ...]:
-    """Return the row counts of consecutive matrices from attributes, or () if one is missing."""
+    """Return the row counts of consecutive matrices, or () if an attribute is missing."""
     sizes = ([_first(around, name) for name in part.split("*")] for part in attributes.split())
     rows = tuple(size for *count, size in sizes for _ in range(*count or [1]))
     return rows if all(rows) else ()
@@ -521,7 +521,7 @@ def _blocks(model: nn.Module) -> set[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     blocks = set[nn.Module]()
     for outer in lists:
-        modules = [m for m in outer if m is not None]  # as in x_transformers' lists
+        modules = [m for m in outer if m is not None]  # x_transformers' lists contain None
         kinds = Counter(map(type, modules))
         single = isinstance(outer, nn.ModuleList) and len(outer) == 1
         blocks |= {m for m in modules if single or kinds[type(m)] > 1}
