@@ -25,7 +25,7 @@ OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped
 Precision = Literal["ieee", "tf32x3"]
 
 SMALL = 64
-"""A Triton kernel is used up to this number of rows in a projected matrix, or of poles."""
+"""Triton kernels are used for up to this many rows in a projected matrix or this many poles."""
 VECTORS = 32
 """Maximum number of vectors per matrix that one Triton program orthonormalises; more would not fit
 in its registers."""
@@ -153,7 +153,7 @@ def lookup(
     keys = _keys(device) if min(batch, rows, cols) else []
     listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))
-    # Quack's GEMM requires the package, and a row size that is a multiple of 16 bytes.
+    # Quack's GEMM requires quack-kernels and rows whose size is a multiple of 16 bytes.
     quack = has_quack() and rows % 8 == cols % 8 == 0
     fitting = [e for e in same if quack or e.tile != QUACK]
     if not fitting:

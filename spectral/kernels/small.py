@@ -29,7 +29,7 @@ def eigenvector_kernel(  # type: ignore[no-untyped-def]
     SQUARINGS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the top eigenvector of one matrix in the contiguous `t` `[batch, size, size]`."""
+    """Write the top eigenvector of one matrix of the contiguous `t` `[batch, size, size]`."""
     matrix = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
     inside = (i[:, None] < size) & (i[None, :] < size)
@@ -55,7 +55,7 @@ def root_kernel(  # type: ignore[no-untyped-def]
     POINTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the root and slope of one model in the contiguous `block` `[3, batch, nodes]`."""
+    """Write the root and slope of one model of the contiguous `block` `[3, batch, nodes]`."""
     matrix = tl.program_id(0).to(tl.int64)
     point = tl.arange(0, SIZE)
     reach = tl.load(half + matrix)
