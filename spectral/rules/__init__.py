@@ -84,7 +84,7 @@ class Registry(UserDict[str, type[Rule]]):
                     self.left_out.pop(entry.name, None)
                 except (
                     Exception
-                ) as error:  # other packages may raise anything, and few programs need them
+                ) as error:  # other packages may raise anything, and few programs need their rules
                     text = (
                         f"{entry.value} is ignored because it is not a rule of {__name__}: {error}"
                     )

@@ -317,7 +317,7 @@ def taken(active: Tensor | None, sound: Tensor) -> Tensor:
 
 
 def refused(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return `[batch]`: 1 for units that are not `sound` if the step is active, else 0."""
+    """Return `[batch]`: 1 for units that are not `sound` in an active step, else 0."""
     return (~sound if active is None else torch.gt(active, sound)).float()
 
 
@@ -352,7 +352,7 @@ def check_value(name: str, annotation: Any, value: object) -> None:
 
 @cache
 def _accepted(annotation: Any) -> tuple[tuple[Any, ...], tuple[object, ...]]:
-    """Return the types in a union and, if it only contains literals and None, these values."""
+    """Return a union's types and, if it consists only of literals and None, their values."""
     joined = get_origin(annotation) in (Union, UnionType)
     types = get_args(annotation) if joined else (annotation,)
     literals = [x for kind in types if get_origin(kind) is Literal for x in get_args(kind)]

@@ -1,7 +1,8 @@
 """Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts shared with other rules.
 
-From top to bottom: the gradient's moving average (`MomentumRule`), its polar factor (`MsignRule`),
-the weight update (`PolarRule`), Muon itself, and Muon in plain code (`reference`).
+This file contains, from top to bottom, the gradient's moving average (`MomentumRule`), its polar
+factor (`MsignRule`), the weight update (`PolarRule`), Muon itself, and Muon in plain code
+(`reference`).
 """
 
 import math

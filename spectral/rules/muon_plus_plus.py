@@ -64,7 +64,7 @@ class MuonPlusPlusRule(RadiusRule):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with a null tolerance resolved for algorithm dual."""
+        """Return the fields by name, with a null tolerance replaced if algorithm is dual."""
         dual = self.algorithm == "dual"
         tolerance = self.accepted(self.tolerance) if dual else self.tolerance
         return super().settings() | {"tolerance": tolerance}
@@ -115,7 +115,7 @@ class MuonPlusPlusRule(RadiusRule):
     def matrix_cost(self, short: int, long: int) -> float:
         """Return the FLOPs of triplets, msign and projections. See `MsignRule.matrix_cost`.
 
-        Every step computes two singular triplets, `project_rescale` a third.
+        Every step computes two singular triplets; with `project_rescale`, it computes a third one.
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
         track = triplets * triplet_cost(short, long, steps=self.krylov_steps)

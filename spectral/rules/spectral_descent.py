@@ -3,7 +3,7 @@
 Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). For a loss
 with curvature bounded by L in the spectral norm, the steepest descent step on a matrix is
 -(||G||_* / L) polar(G), which decreases the loss by at least ||G||_*^2 / (2 L). On a vector, with
-curvature bounded by L in the maximum norm, it is -(||g||_1 / L) sign(g). For
+curvature bounded by L in the maximum norm, the step is -(||g||_1 / L) sign(g). For
 mean((W A - Y)^2) / 2 over n samples, L = ||A||_F^2 / n. The learning rate is 1 / L.
 """
 
@@ -40,8 +40,8 @@ class SpectralDescentRule(MsignRule):
         """Decay and update the weights. See `Rule.update`.
 
         Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
-        computed as <G, msign(G)> with the step's approximate polar factor, so the squared reported
-        norm is exactly the first-order decrease of the loss divided by lr.
+        computed as <G, msign(G)> with the step's approximate polar factor, so the square of the
+        reported norm is exactly the loss's first-order decrease divided by lr.
         """
         return [self._step(stack) for stack in stacks]
 
