@@ -4,9 +4,9 @@ Each matrix has one owner among the ranks in a group. One packed all-to-all send
 matrices to their owners, and another sends the results back. Matrices that are whole on their owner
 are not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the library.
 
-In both, a step sends momenta to owners and updates back. In the trainer, owners keep copies of the
-weights that their rules read, and update the copies too. In the library, other code may modify
-weights between steps, so weights that are read by the rule are sent to their owners too.
+In both cases, a step sends momenta to owners and updates back. In the trainer, owners keep copies
+of the weights that their rules read, and update the copies too. In the library, other code may
+modify weights between steps, so weights that are read by the rule are sent to their owners too.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ Strategy = Literal["auto", "ping_pong"]
 """Placement strategy; see `place`."""
 
 SLACK = 0.02
-"""Largest relative increase of the maximum load accepted in order to send fewer elements."""
+"""Largest relative increase of the maximum load that sending fewer elements can justify."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def place(
 
     `auto` computes the placements of `longest_processing_time` and `ping_pong`, and picks the one
     that moves fewer elements, unless its maximum load exceeds the other's by more than `SLACK`.
-    `base` is the load that each rank already has: a stage's experts are placed after its dense
-    matrices. ping_pong ignores `base`.
+    `base` is the load that each rank already has: for example, a stage's experts are placed
+    after its dense matrices. ping_pong ignores `base`.
 
     Raises ValueError if two units have the same name.
     """
@@ -126,7 +126,7 @@ def longest_processing_time(
 
 
 def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
-    """Return the number of elements that are in their owners' shards."""
+    """Return the number of elements that lie in the shards of their owners."""
     return sum(elements.get(owner, 0) for owner, elements in zip(owners, holders, strict=True))
 
 
