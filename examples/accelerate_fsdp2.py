@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40
 
 `prepare` shards the model and swaps the parameters in the optimizer's groups for sharded ones. The
-optimizer only creates their state at the first step. On CPUs, accelerate only supports DDP.
+optimizer creates parameter state only at the first step. On CPUs, accelerate only supports DDP.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def main() -> None:
-    """Train and print the first and last loss."""
+    """Train, and print the first and last loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps

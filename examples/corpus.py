@@ -1,4 +1,4 @@
-"""A book from the bundled corpus as bytes; the vocabulary is 256 tokens, without a tokenizer."""
+"""A book from the bundled corpus as bytes, with a vocabulary of 256 tokens and no tokenizer."""
 
 import lzma
 from pathlib import Path

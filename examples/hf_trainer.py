@@ -36,7 +36,7 @@ class Book(Dataset[dict[str, Tensor]]):
 
 
 def main() -> None:
-    """Train and print the first and last logged loss."""
+    """Train, and print the first and last logged loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps

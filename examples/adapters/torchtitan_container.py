@@ -38,7 +38,8 @@ class SpectralOptimizers(OptimizersContainer):
 def spectral_groups(
     kind: str, *, lr: float, head_dim: int, adamw_lr: float, **options: Any
 ) -> list[ParamGroupConfig]:
-    """Return parameter groups for a dense model: q, k and v, other matrices, and the rest (AdamW).
+    """Return parameter groups for a dense model: q, k and v; other matrices; everything else
+    (AdamW).
 
     The q, k and v weights, which may be fused, are split into heads of `head_dim` rows.
     """
