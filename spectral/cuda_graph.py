@@ -1,7 +1,7 @@
 """Captures optimizer steps as CUDA graphs, which are then replayed with a single launch.
 
 A graph replays the same kernels on the same memory. Parameters, state and gradients must therefore
-keep their addresses, and learning rates and the active flag are tensors that are updated in place.
+keep their addresses. Learning rates and the active flag are tensors that are updated in place.
 Scratch memory comes from the graph's own pool, which is allocated once and freed with the graph.
 """
 
@@ -74,7 +74,7 @@ class CapturedCall:
     def _record(self, stream: torch.cuda.Stream) -> None:
         """Capture the call without launching its kernels, and then launch the graph."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local only restricts this thread: NCCL makes CUDA calls from other threads.
+        # thread_local restricts only this thread, because NCCL makes CUDA calls from other threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.call()
         self.graph = graph

@@ -139,7 +139,7 @@ class Division:
         return part.flatten(1) if part.ndim > 2 else part
 
     def part(self, matrix: Tensor, shape: Iterable[int]) -> Tensor:
-        """Reshape a matrix back to its part of a parameter, which has shape `shape`."""
+        """Reshape a matrix back to `shape`, the shape of its part of a parameter."""
         shape = tuple(shape)
         if self.transposed:
             inputs, outputs, *rest = shape[int(self.stacked) :]
@@ -152,7 +152,7 @@ def _is_count(value: Any) -> bool:
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Return a view of the part of a tensor in `box`."""
+    """Return a view of a tensor's elements in `box`."""
     return tensor[tuple(slice(p.start, p.stop, p.step) for p in box)]
 
 
@@ -264,11 +264,11 @@ class SteppedUnit:
         return self.shape, self.parameter.dtype, self.parameter.device
 
     def matrix(self, part: Tensor) -> Tensor:
-        """Reshape the part of the parameter in `box` to the unit, as a view if possible."""
+        """Reshape the part of the parameter in `box` to the unit's shape, as a view if possible."""
         return self.division.matrix(part)
 
     def part(self, unit: Tensor) -> Tensor:
-        """Reshape the unit to the part of the parameter in `box`, as a view if possible."""
+        """Reshape the unit to the shape of its part of the parameter, as a view if possible."""
         return self.division.part(unit, sizes_of(self.box))
 
     def read(self, tensor: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class Preconditioner:
 
     `effective` and `vjp` take matrices `[..., rows, cols]`, their top singular pair `u` `[...,
     rows]` and `v` `[..., cols]`, and `gamma` (`[...]` or a number). The singular pair is treated as
-    a constant. The other methods require stacks `[batch, rows, cols]`. Half-precision inputs are
+    a constant. All other methods require stacks `[batch, rows, cols]`. Half-precision inputs are
     processed in float32, and the result is rounded back.
 
     Attributes:
@@ -131,7 +131,7 @@ class Preconditioner:
     ) -> EffectiveWeightGradient:
         """Compute dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad`, without a graph.
 
-        `grad` is dL/dPC(W), with the shape of `w`. It may be summed over any number of
+        `grad` is dL/dPC(W), with the shape of `w`. `grad` may be summed over any number of
         micro-batches, because PC(W) does not depend on the data. In "stream" mode, <dL/dW, W> = 0
         up to epsilon. Raises the same ValueErrors as `effective`.
         """
@@ -212,7 +212,7 @@ class Preconditioner:
             return exact
         tracked = self.tracked_norm(w, u, v)
         seen = torch.where(exact > 0, exact / tracked, torch.zeros_like(exact))
-        # Negative and zero tracked values count as outside too.
+        # Negative and zero values of s also count as outside the domain.
         outside = ~((seen >= 0) & (seen <= DOMAIN))[:, None]
         u.copy_(torch.where(outside, new_u, u))
         v.copy_(torch.where(outside, new_v, v))
@@ -222,8 +222,8 @@ class Preconditioner:
         """Return the FLOPs per step of a PC layer for a unit of `shape`, excluding the unit's rule.
 
         This counts PC(W), its transposed Jacobian, and the refresh of the singular pair. For sides
-        m <= n and a polynomial with k terms beyond the linear one, PC(W) takes 2 matmuls of size m
-        n m and k - 1 of size m^3. The Jacobian recomputes the Gram matrix and the iterates, and
+        m <= n and a polynomial with k terms beyond the linear one, PC(W) takes 2 matmuls of size
+        m n m and k - 1 of size m^3. The Jacobian recomputes the Gram matrix and the iterates, and
         takes another 3 matmuls of size m n m and 2 k - 2 of size m^3.
         """
         short, long = sorted(shape)
@@ -234,7 +234,7 @@ class Preconditioner:
             powers = len(stage) - 1
             if powers:
                 flops += 6 * wide + 4 * (powers - 1) * square
-            if powers and i + 1 < len(composed):  # the next stage's input, also for the Jacobian
+            if powers and i + 1 < len(composed):  # the next stage's input, for the Jacobian too
                 flops += 2 * wide + (powers - 1) * square
         return flops
 
@@ -290,8 +290,8 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
 def reference(pc: Preconditioner, weight: Tensor, gamma: float) -> Tensor:
     """Compute PC(W) of one matrix `[rows, cols]` by SVD, as a reference for `effective`.
 
-    Source: "PC Layer" (arXiv 2606.06470), algorithm 1. Numbers in comments are the algorithm's
-    lines. s is a constant in the gradient, and gamma is trained.
+    Source: "PC Layer" (arXiv 2606.06470), algorithm 1. Numbers in comments refer to the lines of
+    the algorithm. s is a constant in the gradient, and gamma is trained.
     """
     U, S, Vh = torch.linalg.svd(weight, full_matrices=False)  # W = U diag(S) V^T
     s = S[0] + pc.epsilon if pc.spectral_norm == "stream" else S.new_ones(())  # 3: ||W||_2

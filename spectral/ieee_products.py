@@ -37,7 +37,7 @@ AUTOCAST = ("cpu", "cuda")
 """Device types for which autocast is disabled."""
 
 _lock = Lock()
-_inside = 0  # active blocks across all threads, because the settings are process-wide
+_inside = 0  # active blocks in all threads, because the settings are process-wide
 _restore: Callable[[], None] | None = None
 
 

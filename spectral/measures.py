@@ -2,9 +2,9 @@
 
 All functions are batched: matrices are `[..., rows, cols]`, statistics `[...]`. Singular values are
 computed by exact decomposition in at least float32. On a GPU this causes a host sync, so call these
-functions in logging steps only, except `correlation`, which may run in any step. Ranks, norms and
-correlations are 0 for a zero matrix and NaN for a matrix with NaN. To compute several statistics of
-a matrix, pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram`
+functions only in logging steps; `correlation` may run in any step. Ranks, norms and correlations
+are 0 for a zero matrix and NaN for a matrix that contains NaN. To compute several statistics of a
+matrix, pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram`
 and `nuclear_norm` use only matmuls and need no host sync.
 """
 
@@ -184,8 +184,8 @@ def correlation(w: Tensor) -> Tensor:
 
     rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). The estimator is unbiased under the
     model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). However, one matrix is a single draw of
-    Z, so even for a large matrix the estimate scatters like the square of a Gaussian. It only
-    detects spikes with constant entries, and is 0 for a zero matrix and for a single entry.
+    Z, so even for a large matrix the estimate scatters like the square of a Gaussian. The estimate
+    only detects spikes with constant entries. It is 0 for a zero matrix and for a 1 x 1 matrix.
     Source: "Towards a Principled Muon under muP", eq. 4.13.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))

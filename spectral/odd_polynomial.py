@@ -78,7 +78,7 @@ def fit_polynomial(
 
     The fit minimises the integral of x^alpha (g(x) - target(x))^2 over `interval`, subject to
     g(1) = 1. The constraint eliminates a_0, leaving an ordinary least squares problem. For integer
-    alpha, the integral is exact, by Gauss-Legendre quadrature on either side of `cutoff`. With
+    alpha, Gauss-Legendre quadrature on either side of `cutoff` gives the exact integral. With
     alpha = 4, the result matches the published presets to 5e-3 on the interval ("PC Layer",
     algorithm 2). The paper specifies neither alpha nor the sample points.
 

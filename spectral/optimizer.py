@@ -93,7 +93,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             updates all of its matrices.
         exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
             updates are sent back; None means their own dtype. bfloat16 halves Muon's communication
-            volume. Has no effect if no matrices are shared.
+            volume. This has no effect if no matrices are shared.
         options: fields of the default rule.
 
     Raises:
@@ -448,7 +448,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         def restore(_: object) -> None:
             self._restore(saved, settings)
 
-        # Registered such that users' hooks run before and after these internal hooks.
+        # Registered so that users' pre-hooks run before these hooks, and users' post-hooks after
+        # them.
         before = self.register_load_state_dict_pre_hook(check)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         with before, after:
@@ -532,7 +533,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_alone(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
-        """Update the parameters of a rule that this rank handles alone."""
+        """Update those parameters of a rule that this rank handles alone."""
         assert self._snapshot is not None  # of this step
         units = [unit for p in parameters for unit in self._snapshot.units(p, rule)]
         shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
@@ -577,7 +578,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_shared(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
-        """Update the parameters of a rule whose matrices several ranks update together."""
+        """Update those parameters of a rule whose matrices several ranks update together."""
         for dtype, members in grouped(parameters, lambda p: self._weight(p).dtype).items():
             assert self._matrices is not None  # created by `_share`
             parts = {

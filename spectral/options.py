@@ -50,7 +50,7 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "maximize": ((False, None), "minimise the negative loss"),
     "amsgrad": ((False, None), "use torch.optim.AdamW to keep the largest second moment"),
 }
-"""torch optimizer options that are fixed here: allowed values and the reason."""
+"""Maps options of torch's optimizers that are fixed here to the allowed values and the reason."""
 HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' replaces torch's 'original', "
     "scale='align_adam_rms' replaces 'match_rms_adamw'",
@@ -73,7 +73,7 @@ def rate_of(rule: str) -> float:
 
 
 def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
-    """Return a rule's fields with the library's defaults or, with `exact`, the rule's own.
+    """Return a rule's fields with the library's defaults or, if `exact`, the rule's own defaults.
 
     Raises ValueError for an unknown rule.
     """

@@ -109,8 +109,8 @@ def split_parameters(
     AdamW updates embeddings, tables, tokens, output heads, expert routers, gains and biases; weight
     decay is off for gains and biases. It also updates vectors: parameters with only one side longer
     than 1, and matrices with a side of 1. A shared parameter appears once, and counts as an
-    embedding if shared with one. The optimizer's rule updates everything else. A parameter that
-    holds several heads, gates, groups or experts is divided into several matrices.
+    embedding if an embedding shares it. The optimizer's rule updates everything else. A parameter
+    that holds several heads, gates, groups or experts is divided into several matrices.
 
     Args:
         module: any model, even after `fully_shard`, tensor parallelism or DDP.
@@ -218,7 +218,7 @@ def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
 def _apart(
     module: nn.Module, elementwise: Iterable[nn.Module | nn.Parameter] | nn.Module | nn.Parameter
 ) -> set[int]:
-    """Return the ids of the parameters in `elementwise`, including those of its modules."""
+    """Return the ids of the parameters in `elementwise`, also those in its modules."""
     own, apart = {id(p) for p in module.parameters()}, set[int]()
     if isinstance(elementwise, (nn.Module, nn.Parameter)):
         elementwise = [elementwise]

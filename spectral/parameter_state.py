@@ -69,7 +69,7 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Convert a saved entry for a parameter's state. `own` tells whether it belongs to the rule.
+    """Convert a saved entry for a parameter's state. `own`: whether the rule uses the entry.
 
     Tensors keep their dtype. As in torch, tensors in the parameter's dtype are not copied.
     """

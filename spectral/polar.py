@@ -71,8 +71,8 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         "cycle",
     ),
-    # "The Polar Express" (arXiv 2505.16932): the eight steps in the SSO paper, with its safety
-    # margin.
+    # "The Polar Express" (arXiv 2505.16932): the eight steps in the SSO paper, with that paper's
+    # safety margin.
     "polar_express": Schedule(
         (
             (8.2051, -22.9019, 16.4607),
@@ -88,7 +88,7 @@ SCHEDULES: dict[str, Schedule] = {
         half_margin=1.02,
     ),
     # The public SSO code uses this schedule for Muon under the name polar_express. Its slope at
-    # zero is 20775 instead of 6363.
+    # zero is 20775; that of the eight steps above is 6363.
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -170,8 +170,8 @@ DEFAULT_WORKSPACE_ELEMENTS = 1 << 28
 # Slice size, in elements, of elementwise passes over small matrices: a slice stays in a core's
 # cache from one pass to the next. Devices not listed use a single slice.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
-# An iteration counts as unbounded if a singular value is estimated to exceed the largest value that
-# the polynomials map [0, 1] to by a factor of EXCESS; ROUNDING is the factor by which rounding may
+# An iteration counts as unbounded if the estimate of a singular value exceeds EXCESS times the
+# largest value to which the polynomials map [0, 1]. ROUNDING is the factor by which rounding may
 # increase all singular values.
 EXCESS, ROUNDING = 1.5, 1.05
 # Norms in this range are safe: float32 represents their squares and those of all relevant entries.
@@ -209,9 +209,9 @@ def msign(
 
     Args:
         x: matrices `[..., rows, cols]` of any scale.
-        schedule: key of `SCHEDULES`. If `steps` is smaller than the schedule's length, its first
-            steps are used; if larger, the last step repeats (convergent schedules) or the schedule
-            starts over (quintic, simple).
+        schedule: key of `SCHEDULES`. If `steps` is smaller than the schedule's length, only the
+            schedule's first steps are used; if larger, the last step repeats (convergent schedules)
+            or the schedule starts over (quintic, simple).
         steps: number of quintic steps, at least 1.
         dtype: dtype of the matmuls; None means the dtype of `x`. Normalisation always uses at least
             float32.
@@ -241,9 +241,9 @@ class Polar(NamedTuple):
     """Polar factors, and whether the iteration stayed bounded.
 
     `bounded` is False if a value is not finite or, before the last step, a singular value exceeds
-    `EXCESS` times the largest value that [0, 1] is mapped to. Singular values are estimated via the
-    Schatten-8 norm: a single diverging value is detected once it exceeds a threshold between 1.5 (1
-    row) and 2.4 (8,192 rows), and several diverging values are detected earlier.
+    `EXCESS` times the largest value to which the steps map [0, 1]. Singular values are estimated
+    via the Schatten-8 norm: a single diverging value is detected once it exceeds a threshold
+    between 1.5 (1 row) and 2.4 (8,192 rows), and several diverging values are detected earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -438,7 +438,7 @@ def is_bounded(
     square = torch.sub(p, gram, alpha=b, out=None if gram.requires_grad else gram)
     if shift:
         square.diagonal(dim1=-2, dim2=-1).sub_(shift)
-    # Accumulates in float32 and rounds to the dtype at the end: several times faster on CPU.
+    # This accumulates in float32 and rounds once at the end, which is several times faster on CPU.
     norm: Tensor = torch.linalg.vector_norm(square, dim=(-2, -1))
     return norm <= abs(c) * limit
 

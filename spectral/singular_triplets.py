@@ -8,8 +8,8 @@ vectors. For small row counts, CPUs compute the eigenvectors of the Gram matrix 
 
 Callers of `top_singular` cache the top vector. Callers of `top_pairs` can also cache `NEARBY`
 vectors for the next largest singular values. A direction that is about to overtake the top vector
-has been among these vectors for a long time, so a few passes find it, whereas many passes from the
-top vector alone would not.
+has been among the cached vectors for a long time, so a few passes find it, whereas many passes from
+the top vector alone would not.
 
 Vectors are stored as rows: on every device, multiplying a few rows by a matrix is a plain GEMM that
 reads the matrix once, whereas multiplying by a few columns is several times slower on CPU.
@@ -30,9 +30,9 @@ from .polar import cache_slices, normalized
 
 COLD_STEPS = 48
 NEARBY = 6
-"""Number of cached vectors besides the top vector. Together with the top and generic vectors they
-form a block of eight, which four steps extend to 32 vectors, the most that a single program can
-orthonormalise."""
+"""Number of cached vectors besides the top vector. Together with the top vector and the generic
+vector, they form a block of eight, which four steps extend to 32 vectors, the most that a single
+program can orthonormalise."""
 BLOCK = NEARBY + 2
 """Block size, in vectors."""
 NEARBY_SQUARINGS = 4
@@ -42,7 +42,7 @@ from the last call are then multiplied by the result NEARBY_ROUNDS times, and or
 each matmul. The 32nd powers of singular values separate all values that float64 can distinguish. A
 single matmul with higher powers would leave rounding errors that differ between layouts."""
 SQUARINGS = (7, 7, 7)
-"""How often the projected matrix is squared after each normalisation, within the range of float64.
+"""Number of squarings of the projected matrix per normalisation, within the range of float64.
 Together, all squarings distinguish values 1e-6 apart."""
 EXACT_ROWS = 64
 """Largest number of rows for which an eigensolver on `W W^T` beats the iteration on CPU."""
@@ -69,8 +69,8 @@ def top_singular(
     Args:
         w: matrices `[batch, rows, cols]` of any shape; half precision is upcast to float32.
         u, v: vectors from the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
-            orthogonal to the result, are a cold start. Only the vector for the shorter side is
-            read.
+            orthogonal to the result, amount to a cold start. Only the vector for the shorter side
+            is read.
         steps: number of block Krylov steps; each takes two passes over `w`. Ten steps are enough
             starting from the last optimizer step's vectors, `COLD_STEPS` from a cold start.
 

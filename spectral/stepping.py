@@ -80,7 +80,8 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
 
     Elementwise rules update all units with the same dtype and device in one call. Whole-matrix
     rules update as many units of the same shape as fit the workspace. On devices with kernels, a
-    call also includes units of other shapes with the same shorter side, because they share work.
+    call also includes units of other shapes with the same shorter side, because such units share
+    work.
     """
     planned: list[Batch] = []
     open_: dict[object, tuple[Batch, int]] = {}
@@ -114,7 +115,7 @@ def accumulate_(
     active: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace gradients with the result of `rule.accumulate`, computed in `dtype` (or their own).
+    """Replace gradients with the result of `rule.accumulate`, computed in `dtype` or in theirs.
 
     Results are rounded to the dtypes of the gradients and states.
     """

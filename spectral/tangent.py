@@ -115,8 +115,8 @@ class Solver:
 
     Attributes:
         tolerance: largest accepted `|f|`, where `f` is in [-1, 1]; must be positive.
-        max_evaluations: maximum number of msign evaluations, at least 1; None means 1, or 2 in
-            float32 on a GPU if the model is not wide (`spectral.tangent_model.is_wide`).
+        max_evaluations: maximum number of msign evaluations, at least 1; None means 2 in float32 on
+            a GPU if the model is not wide (`spectral.tangent_model.is_wide`), and 1 otherwise.
         early_exit: whether to stop once every matrix has converged, which requires a host sync.
             Otherwise, exactly `max_evaluations` evaluations run, without a host sync.
         schedule, steps, dtype: options passed to msign.
@@ -181,8 +181,8 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     A converged matrix keeps its result while others continue. The direction is that of the best
     evaluation, `residual` is its residual, and `converged` is False where the residual exceeds the
     tolerance. In 16 bits, msign has rounding errors along Theta that no multiplier can reduce. If
-    they are at most `ROUNDING`, the search stops and they are subtracted from the direction. If no
-    tangent direction exists (`M = c Theta`), the direction is zero and `converged` is False.
+    these errors are at most `ROUNDING`, the search stops and subtracts them from the direction. If
+    no tangent direction exists (`M = c Theta`), the direction is zero and `converged` is False.
 
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, whose squares must be representable

@@ -9,10 +9,10 @@ Only the rank-one term depends on lambda. Expanding msign's odd polynomial in pa
 
     f(lambda) = sum_j c_j u^T R_j y / (1 + y^T R_j y),    R_j = (N N^T + t_j^2)^-1,
 
-which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These are computed from a
-projection of `N N^T` onto the rational Krylov space of a few resolvents, which approximates the
-resolvents at all other shifts to 1e-4 or better, for any number of rows. See docs/numerics.md for
-measurements.
+which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These matrices are
+computed from a projection of `N N^T` onto the rational Krylov space of a few resolvents, which
+approximates the resolvents at all other shifts to 1e-4 or better, for any number of rows. See
+docs/numerics.md for measurements.
 
 Resolvents are applied by solving stacks of positive definite systems with few right-hand sides,
 without a host sync. The systems are factorised and solved with block matmuls, so the number of
@@ -49,12 +49,13 @@ saves a pass over M; in float16, it increases the errors of f on recorded moment
 most 6e-5."""
 WIDE_ROWS = 256
 """Largest number of rows for which the model for an msign in 32 bits or more computes `N N^T` and
-its resolvents in float64, which preserves singular values below 3e-4 of the largest. GPUs with fast
-float64 do so for any number of rows. In 16 bits, f is not accurate enough to need float64."""
+its resolvents in float64, which preserves singular values below 3e-4 of the largest. On GPUs with
+fast float64, it does so for any number of rows. In 16 bits, f is not accurate enough to need
+float64."""
 FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of GPUs whose float64 matmuls take at most about twice as long as float32
-ones: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300), they
-take 30 to 64 times as long."""
+ones: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300), float64
+matmuls take 30 to 64 times as long."""
 
 
 class Space(NamedTuple):
@@ -253,7 +254,7 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     """Compute a float64 orthonormal basis `[batch, size, rows]` of the rational Krylov space.
 
     The space is spanned by `pair` `[batch, 2, rows]` and its products with powers of `gram` and of
-    the resolvents. Linearly dependent rows are zero. The systems solved at a time have at most
+    the resolvents. Linearly dependent rows are zero. Systems are solved in batches of at most
     `elements` elements, or the device's limit if larger.
     """
     rows, shifts = gram.shape[1], space.shifts
@@ -399,8 +400,8 @@ def block_rows(rows: int, device: torch.device) -> int:
     """Return the number of rows per block for systems with `rows` rows.
 
     A single thread on an Intel Xeon with AVX-512 factorises a float32 system of 256 rows in 0.29,
-    0.42 and 0.55 ms with blocks of 64, 128 and 256 rows (library: 0.32 ms). A system of 1,024 rows
-    with five solves takes 7.7, 6.6 and 7.2 ms (library: 20 ms).
+    0.42 and 0.55 ms with blocks of 64, 128 and 256 rows (library: 0.32 ms). With the same block
+    sizes, a system of 1,024 rows with five solves takes 7.7, 6.6 and 7.2 ms (library: 20 ms).
     """
     if device.type != "cpu":
         return BLOCK
