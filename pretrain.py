@@ -280,7 +280,7 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
     if source is not None:
         yield (
             f"{key} is set by {source}; {key}=null removes set {name}, and "
-            f"data.{kind}=null removes all sets defined before in data.{kind}"
+            f"data.{kind}=null removes all earlier sets in data.{kind}"
         )
 
 

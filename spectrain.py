@@ -19,7 +19,7 @@ class Alias(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for the library's modules, or None for all others."""
+        """Return a spec for modules of the library, or None for other modules."""
         return ModuleSpec(fullname, self) if fullname.startswith("spectrain.") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

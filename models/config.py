@@ -168,7 +168,7 @@ class RopeScalingConfig(Section):
     beta_fast: Positive = 32.0
     """yarn: frequencies that rotate more times than this over the original length are unchanged."""
     truncate: bool = True
-    """yarn: round the bounds of the transition from unchanged to low frequencies to whole
+    """yarn: round the bounds of the transition between unchanged and low frequencies to whole
     dimensions."""
     attention_factor: Positive | None = None
     """yarn: multiplier for rotated queries and keys; null = 0.1 ln(factor) + 1."""
@@ -351,10 +351,10 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: str = "si
     """Return the factor M that equalizes the variances of the routed and shared experts' sums.
 
     A layer's output is sum_shared e + M sum_topk g e. If the expert outputs e are independent with
-    equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over gates g for N(0, 1) logits
-    ("Controlled LLM Training on Spectral Sphere", Listing 1). For sigmoid scores, 4 of 64 experts
-    and 1 shared expert, M is 1.998. M is estimated from 20,000 samples and rounded to 3 decimals,
-    about the precision of the estimate. Without shared experts, M is 1.
+    equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over the gates g that result from
+    N(0, 1) logits ("Controlled LLM Training on Spectral Sphere", Listing 1). For sigmoid scores, 4
+    of 64 experts and 1 shared expert, M is 1.998. M is estimated from 20,000 samples and rounded to
+    3 decimals, about the precision of the estimate. Without shared experts, M is 1.
     """
     if shared_experts == 0:
         return 1.0

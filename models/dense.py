@@ -132,7 +132,7 @@ def transformer_config(
         # With two stages, activations and gradients go to the same rank, and batched sends in the
         # interleaved schedule would mix them up. Separate, overlapped sends avoid this.
         batch_p2p_comm=virtual == 1,
-        # True would synchronize the device after each send, a workaround for an NCCL bug that has
+        # True would synchronize the device after each send, to work around an NCCL bug that has
         # since been fixed.
         batch_p2p_sync=False,
         overlap_p2p_comm=virtual > 1,

@@ -49,7 +49,7 @@ def initialize_(
     ("Controlled LLM Training on Spectral Sphere", section 4). Sharded units are drawn and rescaled
     as whole units, so the model does not depend on the tensor-parallel size.
 
-    `tensor` is the index of this rank among the ranks that share a unit, and their number.
+    `tensor` is this rank's index among the ranks that share a unit, and the number of such ranks.
     `together(units, compute)` returns `compute(units)`, float64 `[units]`, and may split the work
     across ranks that hold the same units.
     """
@@ -139,8 +139,8 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
 
 
 def normal_(part: Tensor, name: str, seed: int, deviation: float = 1.0) -> Tensor:
-    """Fill `part`, float32 on CPU, from N(0, deviation^2) and return it. The random generator is
-    seeded by (seed, name)."""
+    """Fill `part`, a float32 tensor on CPU, from N(0, deviation^2) and return it. The random
+    generator is seeded by (seed, name)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return part.normal_(0.0, deviation, generator=generator)

@@ -110,7 +110,7 @@ class Unit:
 
     def counts_on(self, tensor_rank: int) -> bool:
         """Return whether `tensor_rank` saves and measures its part of the unit. If several ranks
-        have a copy, only one of them does."""
+        have a copy of the unit, only one of them saves and measures it."""
         return not self.is_copy and (not self.replicated or tensor_rank == 0)
 
     def view(self, parameter: Tensor) -> Tensor:

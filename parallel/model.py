@@ -99,9 +99,9 @@ class ParallelModel:
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the in-graph PC layers' largest normalised singular values and their gammas.
 
-        Both lists have one tensor `[units]` per layer (see `UnitWeight.guard_`). Only one of the
-        ranks that hold a layer returns its tensors. Collective: all ranks of a stage must call this
-        method.
+        Both lists have one tensor `[units]` per layer (see `UnitWeight.guard_`). For each layer,
+        only one of the ranks that hold it returns tensors. Collective: all ranks of a stage must
+        call this method.
         """
         seen, gammas = [], []
         for effective in self.in_graph:

@@ -86,8 +86,8 @@ class DocumentRange:
 class Documents(PackedSeqParams):
     """The documents of a context-parallel rank's tokens `[b, s]`.
 
-    Megatron passes this object through to the core attention of every layer. Because its format is
-    not `thd`, Megatron leaves the shapes of queries, keys and values unchanged.
+    Megatron passes this object through to the core attention of every layer. Because the object's
+    format is not `thd`, Megatron leaves the shapes of queries, keys and values unchanged.
 
     positions   position of each token within its document, `[b, s]`
     parts       documents of each range in `context_chunks`, in the same order

@@ -112,7 +112,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight)
         targets = torch.split(weight_gradient, ctx.chunk)
         for (rows, here), target in zip(_chunks(weight, labels, ctx.chunk), targets, strict=True):
-            # Every step reuses the name p, so that a chunk's logits are freed with their gradient.
+            # All intermediate results are named p, so that no other name keeps a chunk's logits
+            # alive.
             p = softcap_((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
             slope = None if ctx.softcap is None else 1 - (p / ctx.softcap).square_()
             p = p.sub_(normalizer[:, None]).exp_()

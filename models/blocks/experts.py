@@ -315,7 +315,8 @@ class SortedDispatcher(MoETokenDispatcher):
         return all_to_all(self.tp_ep_group, rows, self.received, self.sent)
 
     def _arrival(self, incoming: Tensor) -> Tensor:
-        """Return the permutation that sorts rows received in rank order by local expert."""
+        """Return the permutation that sorts rows by local expert. Rows are received in rank
+        order."""
         experts = torch.arange(self.local, device=incoming.device).repeat(self.ranks)
         expert = experts.repeat_interleave(incoming.flatten(), output_size=sum(self.received))
         return expert.argsort(stable=True)

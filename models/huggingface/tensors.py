@@ -16,7 +16,7 @@ from models.huggingface.config_json import architecture
 from models.units import ALL, Index
 
 SCORE_BIAS = ".e_score_correction_bias"
-"""Name suffix of the bias added to expert scores, a float32 buffer."""
+"""Name suffix of the float32 buffer with the bias that is added to expert scores."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TheirTensor:
         return prod(self.shape)
 
     def take(self, parameter: Tensor) -> Tensor:
-        """Extract tensor `[*shape]` from `parameter`, as a copy if its rows are not contiguous."""
+        """Return the tensor `[*shape]` in `parameter`, as a copy if its rows are not contiguous."""
         return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:

@@ -150,8 +150,8 @@ class DistributedOptimizer:
         """Update every unit once.
 
         `factor` scales each unit's peak learning rate. If `active`, a 0-d bool tensor, is False,
-        all weights and state remain bitwise unchanged. If it is True, gradients must be finite (see
-        `clip`).
+        all weights and state remain bitwise unchanged. If `active` is True, gradients must be
+        finite (see `clip`).
         """
         self.model.wait_for_weights()
         rate = cache(lambda peak: peak * factor)  # units with equal peak rates share a tensor

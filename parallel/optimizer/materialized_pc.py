@@ -34,7 +34,7 @@ CHUNK_NUMEL = 2**24
 
 
 class MaterializedStack(OwnedStack):
-    """A stack of preconditioned units with the same shape and rule, with its W and rule state.
+    """Preconditioned units with the same shape and rule, together with their W and rule state.
 
     Attributes:
         pc: the map from W to PC(W), and the rule for gamma.

@@ -125,7 +125,8 @@ Axis = Replicas | Literal["tensor", "context", "expert", "stage", "pipeline"]
 class PlanInputs(Layout):
     """The layout, dtypes, and bucket and placement options.
 
-    data             number of replicas of the dense parameters: data- times context-parallel size
+    data             number of replicas of the dense parameters, i.e. data-parallel times
+                     context-parallel size
     recompute        activations recomputed in the backward pass
     loss_chunk       number of vocabulary entries per rank whose logits are in memory at a time;
                      None: all

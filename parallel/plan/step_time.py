@@ -211,8 +211,8 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
 
 
 def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
-    """Return the number of elements in dense parameters and in routed experts on a rank of a
-    stage."""
+    """Return two numbers for a rank of a stage: its elements in dense parameters and in routed
+    experts."""
     model, inputs = shape.model, shape.inputs
     dense = experts = 0
     for layer, number in shape.kinds(stage).items():

@@ -30,8 +30,8 @@ NEGLIGIBLE = 0.01
 """Fraction by which small parameters, such as gains, may push a bucket over its limit."""
 
 STEP_ELEMENTS = 1 << 27
-"""Default limit on elements per rank in a step group, unless it would require more than four
-groups. A step needs about 24 bytes of scratch memory per element."""
+"""Default limit on elements per rank in a step group; exceeded if four groups are not enough. A
+step needs about 24 bytes of scratch memory per element."""
 MOST_STEP_GROUPS = 4
 GOLDEN = 618
 """Fractional part of the golden ratio, in thousandths; its multiples modulo 1 are evenly spread."""

@@ -219,8 +219,8 @@ class WeightProducts:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
-        """Add a weight gradient to `total` `[rows, cols]`, computed from the output `gradient`
-        `[tokens, rows]` and the `inputs` `[tokens, cols]`."""
+        """Compute a weight gradient from the output `gradient` `[tokens, rows]` and the `inputs`
+        `[tokens, cols]`, and add it to `total` `[rows, cols]`."""
         add_product_(total, gradient.t(), inputs)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
@@ -278,7 +278,7 @@ class DomainModel:
     def all_gather_weights(self) -> None:
         """Round the master weights into the parameters, all-gather the parameters, and wait.
 
-        The bytes sent are not counted, because this is not part of a step.
+        The bytes sent are not counted, because this all-gather is not part of a step.
         """
         buckets = range(len(self.buffers.parameters))
         self.start_gathers(buckets, CommVolume())

@@ -100,7 +100,7 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     )
     assert said[-1] == (
         f"error: data.train.mine is set by {overlay}, line 4; data.train.mine=null removes set "
-        "mine, and data.train=null removes all sets defined before in data.train"
+        "mine, and data.train=null removes all earlier sets in data.train"
     )
     assert run(folder, "--config", str(overlay), "data.train.mine.path=gone/mine") == 2
     assert "is set by the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
