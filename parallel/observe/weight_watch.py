@@ -118,8 +118,8 @@ class _Watched:
     first: int = 0
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
-        """Yield the names of weights that overlap a changed chunk. For each chunk, `same` yields
-        whether it is unchanged."""
+        """Yield the names of weights that overlap a changed chunk. `same` yields, for each chunk,
+        whether the chunk is unchanged."""
         last = self.first + self.flat.numel()
         for start in range(self.first, last, CHUNK):
             if next(same):

@@ -58,7 +58,7 @@ DISPATCHED: Final = 11
 """Passes over the residual stream per expert selected by a token."""
 ARRIVED: Final = 8
 """Passes, for each expert selected by a token, to sort received tokens by expert and to restore the
-order of the results. Only ranks with several experts need them."""
+order of the results. Only ranks with several experts need these passes."""
 SHARED_GATE: Final = 11
 """Passes over the residual stream for the gate of shared experts."""
 ROUTER: Final = 18

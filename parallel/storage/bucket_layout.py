@@ -324,9 +324,9 @@ def layer_of(parameter: str) -> str | None:
 def default_step_groups(shard_numel: int) -> int:
     """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
-    This is the smallest number, up to four, of groups with at most `STEP_ELEMENTS` elements each.
-    With more groups, there are more and smaller stacks of matrices, and every stack repeats all of
-    its rule's kernel launches.
+    This is the smallest number of groups with at most `STEP_ELEMENTS` elements each, or four if
+    that number is larger. With more groups, there are more and smaller stacks of matrices, and
+    every stack repeats all of its rule's kernel launches.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
 
