@@ -131,8 +131,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             )
         if isinstance(params, set | frozenset):
             raise TypeError(
-                "params must be an ordered collection, because the order of a set differs across "
-                "ranks, got a set"
+                "params must be an ordered collection, got a set: the order of a set differs "
+                "across ranks"
             )
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
         check_value("master_weights", bool, master_weights)
@@ -256,8 +256,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter not in self._names:
                     raise ValueError(
-                        "groups have parameter names, so use add_param_group to add a parameter "
-                        f"with its name, got an unnamed one of shape {tuple(parameter.shape)}"
+                        "a parameter in a group with parameter names must have a name, got an "
+                        f"unnamed one of shape {tuple(parameter.shape)}; use add_param_group"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 

@@ -55,7 +55,8 @@ def clip_qk_(
         )
     if not (threshold > 0 and 0 <= balance <= 1):
         raise ValueError(
-            f"threshold must be positive and balance in [0, 1], got {threshold} and {balance}"
+            "threshold must be positive and balance must be in [0, 1], "
+            f"got {threshold} and {balance}"
         )
     largest = logits.view(groups, -1).amax(1)
     factor = torch.where((largest > threshold) & largest.isfinite(), threshold / largest, 1)

@@ -361,7 +361,7 @@ class SpectralSphere(SpectralOptimizer):
         tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None means
             1e-3 with msign_dtype float16, 5e-3 with bfloat16 (msign's rounding errors), and 2e-4
             otherwise. In 16 bits, a component along u v^T of up to 0.05 (float16) or 0.1 (bfloat16)
-            is attributed to rounding and subtracted from the direction; a larger one is kept.
+            is attributed to rounding and subtracted from the direction; a larger component is kept.
         max_evaluations (default None): Maximum number of msign evaluations per unit and step;
             without early exit, the exact number. None means 8 with early exit; without it, 2 for
             float32 matrices with more than 256 rows on GPUs with slow float64 (consumer cards,

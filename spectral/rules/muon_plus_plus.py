@@ -60,7 +60,8 @@ class MuonPlusPlusRule(RadiusRule):
         require(threshold > 0, f"correlation_threshold must be positive, got {threshold}")
         require(
             not (self.correlation_rescale and self.algorithm == "project_rescale"),
-            "correlation_rescale must be off with project_rescale, which undoes it, got True",
+            "correlation_rescale must be False with project_rescale, got True: project_rescale "
+            "would undo it",
         )
 
     def settings(self) -> dict[str, Any]:

@@ -87,8 +87,8 @@ class MuonSphereRule(RadiusRule):
         if self.retraction == "hard" or weight_decay <= 0:
             return None
         return (
-            "weight_decay must be 0 with retraction dynamic, because it would counteract the "
-            f"retraction to the radius, got {weight_decay}"
+            f"weight_decay must be 0 with retraction dynamic, got {weight_decay}: it would "
+            "counteract the retraction to the radius"
         )
 
     def init_state(self, weight: Tensor) -> State:

@@ -30,7 +30,7 @@ class SpectralSphereRule(MuonSphereRule):
     """Largest |<u v^T, direction>| that counts as tangent; null means 1e-3 with msign_dtype
     float16, 5e-3 with bfloat16 (msign's rounding errors), and 2e-4 otherwise. In 16 bits, a
     component along u v^T of up to 0.05 (float16) or 0.1 (bfloat16) is attributed to rounding and
-    subtracted from the direction; a larger one is kept."""
+    subtracted from the direction; a larger component is kept."""
     max_evaluations: int | None = None
     """Maximum number of msign evaluations per unit and step; without early exit, the exact number.
     null means 8 with early exit; without it, 2 for float32 matrices with more than 256 rows on GPUs
@@ -55,7 +55,7 @@ class SpectralSphereRule(MuonSphereRule):
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and step along the tangent direction. See `Rule.update`.
 
-        Reports the same metrics as MuonSphere, and those of `TangentSolution.report`.
+        Reports the metrics of MuonSphere, and the metrics in `TangentSolution.report`.
         """
         tracked, sound, retraction = self.track(stacks)
         solver = self.solver_on(stacks[0].grad.device)

@@ -48,7 +48,7 @@ def test_weights_of_other_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="the same weight"):
         clip_qk_(query, query, torch.ones(4))
     for wrong in ({"threshold": 0}, {"balance": -0.1}, {"balance": 1.1}):
-        with pytest.raises(ValueError, match=r"threshold must be positive and balance in \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"positive and balance must be in \[0, 1\]"):
             clip_qk_(query, key, torch.ones(4), **wrong)
 
 

@@ -234,7 +234,7 @@ def test_groups_may_be_added_and_mistakes_are_errors(kind: Kind) -> None:
         kind(first)
     with pytest.raises(TypeError, match="ordered collections"):
         kind([{"params": {first, second}}])
-    with pytest.raises(TypeError, match="must be an ordered collection, .* got a set"):
+    with pytest.raises(TypeError, match="must be an ordered collection, got a set"):
         kind({first, second})
     with pytest.raises(ValueError, match="non-leaf"):
         kind([first * 2])

@@ -256,8 +256,8 @@ def test_dynamic_retraction_is_refused_beside_weight_decay(root: Path) -> None:
     for place in ("matrix", "roles.down"):
         decay = f"optimizer.{place}.weight_decay=0.1"
         load_config(path, [decay])
-        words = f"optimizer.{place}.weight_decay must be 0 with retraction dynamic, because"
-        with pytest.raises(InvalidConfigError, match=f"^{re.escape(words)}.*got 0.1$"):
+        words = f"optimizer.{place}.weight_decay must be 0 with retraction dynamic, got 0.1:"
+        with pytest.raises(InvalidConfigError, match=f"^{re.escape(words)}"):
             load_config(path, [dynamic, decay])
 
 
