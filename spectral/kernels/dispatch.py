@@ -137,7 +137,7 @@ def listed(device: str) -> bool:
 def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
     """Select the tile for stacks `[batch, rows, cols]` with equal row counts (None: the library).
 
-    Several stacks are looked up as a single one with the mean column count of all matrices.
+    Several stacks are looked up as a single stack with the mean column count of all matrices.
     """
     x, count = stacks[0], sum(len(s) for s in stacks)
     cols = sum(len(s) * s.shape[2] for s in stacks) // max(count, 1)

@@ -1,13 +1,13 @@
 """Triton kernel for the backward pass of gated activations, `f(gate) up` with f(x) = x sigmoid(z).
 
 With z(x) = x, f is SiLU. With z(x) = sqrt(8 / pi) (x + 0.044715 x^3), f is the tanh approximation
-of GELU. Let g be the gradient of the output. The gradients of gate and up,
+of GELU. If g is the gradient of the output, the gradients of gate and up are
 
-    g up f'(gate)  with  f' = sigmoid(z) + f (1 - sigmoid(z)) z',    and    g f(gate),
+    g up f'(gate)  with  f' = sigmoid(z) + f (1 - sigmoid(z)) z',    and    g f(gate).
 
-are written to a single tensor in one pass, which reads three elements and writes two per element of
-g. Compiled code that concatenates the two gradients reads g and the gate twice. The reference is
-autograd's gradient of `f(gate) * up`.
+Both are written to a single tensor in one pass, which reads three elements and writes two elements
+per element of g. Compiled code that concatenates the two gradients reads g and the gate twice. The
+reference is autograd's gradient of `f(gate) * up`.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Triton kernel for the backward pass of attention heads: rotary embedding, norms and QKV layout.
 
 Attention's backward pass returns separate gradients of the rotated queries, rotated keys and
-values. The QKV projection needs them in one tensor, in which each group's queries, key and value
-are adjacent. The kernel undoes the rotations, backpropagates through the heads' RMSNorms, if any,
-and writes this tensor, reading each gradient and each normalized head once. The reference is
-`heads_gradients` in models/blocks/self_attention.py.
+values. The QKV projection needs these gradients in one tensor, in which each group's queries, key
+and value are adjacent. The kernel undoes the rotations, backpropagates through the heads' RMSNorms,
+if any, and writes this tensor, reading each gradient and each normalized head once. The reference
+is `heads_gradients` in models/blocks/self_attention.py.
 """
 
 import torch

@@ -2,16 +2,16 @@
 
 The first pass updates the momentum and computes the step direction,
 
-    M <- mu M + (1 - mu) G,    G <- mu M + (1 - mu) G with Nesterov momentum, else M,
+    M <- mu M + (1 - mu) G,    G <- mu M + (1 - mu) G with Nesterov momentum, else M.
 
-and moves 16 bytes per element of float32 G and M. The reference, `MomentumRule.accumulate` in
+It moves 16 bytes per element of float32 G and M. The reference, `MomentumRule.accumulate` in
 PyTorch, takes two or three passes of 12 bytes per element.
 
 The last pass decays and updates the weights, and sums the squares of the update,
 
-    W <- (1 - lr decay) W - step D,    and sum D^2 per program,
+    W <- (1 - lr decay) W - step D,    and sum D^2 per program.
 
-and moves 10 bytes per element of float32 W and 16-bit D. Retraction, which rescales W first, is
+It moves 10 bytes per element of float32 W and 16-bit D. Retraction, which rescales W first, is
 part of this pass. Each matrix's learning rate, decay and active flag are read on the device.
 """
 
