@@ -213,9 +213,9 @@ def _words(code: CodeType) -> list[str]:
     """Return the names, operators and ellipses in a function and its nested functions, in execution
     order.
 
-    ":" stands for a slice of the second axis, "::" for one of the third. Attributes are written as
-    `global.attribute`, `.local.attribute` or, if the object is unknown, `..attribute`. Local
-    variables assigned from such a path are written as the path.
+    ":" stands for a slice of the second axis, and "::" for a slice of the third axis. Attributes
+    are written as `global.attribute`, `.local.attribute` or, if the object is unknown,
+    `..attribute`. Local variables assigned from such a path are written as the path.
     """
     words, slices, path, origin = list[str](), list[bool](), "", ""
     copies = dict[str, str]()

@@ -23,9 +23,9 @@ def gram_penalty_and_grad(
 ) -> tuple[Tensor, Tensor]:
     """Compute the penalty `[...]` of each matrix and its gradient, without a graph.
 
-    If the other Gram matrix is smaller, E is computed from it as ||W W^T||_F^2 - sum_j |w_j|^4.
-    Differences below the rounding error of the first term are set to zero. The penalty and gradient
-    of a zero matrix are zero. Half-precision inputs are upcast to float32.
+    If the Gram matrix of the other side is smaller, E is computed from that matrix as ||W W^T||_F^2
+    - sum_j |w_j|^4. Differences below the rounding error of the first term are set to zero. The
+    penalty and gradient of a zero matrix are zero. Half-precision inputs are upcast to float32.
 
     Args:
         w: `[..., rows, cols]`; the gradient has the same shape and dtype.

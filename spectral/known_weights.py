@@ -71,8 +71,8 @@ ATTENTION = re.compile(
     r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
     r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"
 )
-"""Names of layers next to attention projections that are not divided into heads: output, gates,
-low-rank factors."""
+"""Names of layers that are next to attention projections but are not divided into heads: output,
+gates, low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu", OPAQUE}
 """Functions that split a tensor, and the word for unreadable code, which may split one."""
 GATES = {"*", "mul"}
@@ -456,7 +456,7 @@ def _divider(module: nn.Module, words: set[str]) -> str:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return a projection's rows per head, None without a sign of heads, or 0 if it is unclear."""
+    """Return a projection's rows per head, None if no heads are found, or 0 if it is unclear."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0

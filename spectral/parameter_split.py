@@ -2,7 +2,7 @@
 
 `split_parameters` determines each weight's rule and its division into matrices. Explicit arguments
 take precedence. Weights without explicit arguments are assigned by watching a forward pass on an
-example (`watch.py`) or, without one, by names, classes and attributes in the model
+example (`watch.py`) or, without an example, by names, classes and attributes in the model
 (`known_weights.py`).
 """
 

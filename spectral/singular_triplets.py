@@ -42,7 +42,7 @@ from the last call are then multiplied by the result NEARBY_ROUNDS times, and or
 each matmul. The 32nd powers of singular values separate all values that float64 can distinguish. A
 single matmul with higher powers would leave rounding errors that differ between layouts."""
 SQUARINGS = (7, 7, 7)
-"""Number of squarings of the projected matrix per normalisation, within the range of float64.
+"""Number of squarings between normalisations of the projected matrix, within float64's range.
 Together, all squarings distinguish values 1e-6 apart."""
 EXACT_ROWS = 64
 """Largest number of rows for which an eigensolver on `W W^T` beats the iteration on CPU."""
@@ -71,8 +71,8 @@ def top_singular(
         u, v: vectors from the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
             orthogonal to the result, amount to a cold start. Only the vector for the shorter side
             is read.
-        steps: number of block Krylov steps; each takes two passes over `w`. Ten steps are enough
-            starting from the last optimizer step's vectors, `COLD_STEPS` from a cold start.
+        steps: number of block Krylov steps; each takes two passes over `w`. Ten steps are enough if
+            they start from the last optimizer step's vectors; a cold start takes `COLD_STEPS`.
 
     Raises:
         ValueError: if `steps < 1` or the shapes do not match.
@@ -184,8 +184,8 @@ def _start(cached: Tensor, fixed: Tensor) -> Tensor:
     """Return the start vectors `[batch, count + 1, rows]` of an iteration.
 
     These are `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1, rows]`.
-    The other fixed vectors replace cached vectors that are zero, which all of them are without a
-    cache.
+    The other fixed vectors replace cached vectors that are zero. Without a cache, all cached
+    vectors are zero.
     """
     known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
     return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
@@ -238,8 +238,9 @@ def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
 def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return fixed, unstructured unit vectors `[count, size]`.
 
-    They are not random, so that steps do not depend on generator state, and not constant, because
-    rows that sum to zero (centred weights) are orthogonal to a constant vector.
+    The vectors are not random, so that steps do not depend on generator state. They are not
+    constant either, because rows that sum to zero (centred weights) are orthogonal to a constant
+    vector.
     """
     # Compute on the host, so that the copy is complete on return. A kernel on the first caller's
     # stream might still be running when callers on other streams read the result.

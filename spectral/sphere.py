@@ -41,7 +41,7 @@ def dynamic_factor(
 ) -> Tensor:
     """Compute `1 + rate lr sign(radius - sigma)` `[batch]` (SSO paper, eq. 34).
 
-    `radius` is a number or `[batch]`, `lr` a number, 0-d or `[batch]`. The factor is 1 where
+    `radius` is a number or `[batch]`; `lr` is a number, 0-d or `[batch]`. The factor is 1 where
     `sigma == radius` or `sigma` is not finite.
     """
     return _usable((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype))

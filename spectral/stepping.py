@@ -115,7 +115,7 @@ def accumulate_(
     active: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace gradients with the result of `rule.accumulate`, computed in `dtype` or in theirs.
+    """Replace gradients with the results of `rule.accumulate`, computed in `dtype` if it is given.
 
     Results are rounded to the dtypes of the gradients and states.
     """

@@ -272,8 +272,8 @@ class _Refinement:
     def shifted(self) -> list[Tensor]:
         """Compute `M + trial Theta`, normalised to Frobenius norm 1.
 
-        Where lambda cancels M entirely (`M = c Theta`), only rounding errors remain: the sum is
-        then set to zero and `kept` to False.
+        Where lambda cancels M entirely (`M = c Theta`), only rounding errors remain; the sum is
+        then set to zero, and `kept` is set to False.
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
         left, floor = (split_like(x, self.stacks) for x in (scaled, self.floor))

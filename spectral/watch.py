@@ -616,7 +616,8 @@ class Watch(TorchDispatchMode):
             self._hide([source], operation)
 
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Follow a matmul of `[..., rows, n]` and `[..., n, columns]`, or with a vector `[n]`."""
+        """Follow a matmul of `[..., rows, n]` and `[..., n, columns]`; either may be a vector
+        `[n]`."""
         if left.is_complex():
             return self._hide((left, right), "a product of complex numbers")
         sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))

@@ -1,8 +1,8 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization") with PyTorch's fused step.
 
 The fused step does not check its inputs. As long as gradients and moments are finite, moments stay
-finite and steps stay bounded. Gradients are checked by the optimizer, and moments when a checkpoint
-is loaded.
+finite and steps stay bounded. The optimizer checks gradients at every step; moments are checked
+when a checkpoint is loaded.
 """
 
 from collections.abc import Sequence

@@ -336,7 +336,8 @@ WORDS: Final[dict[Any, str]] = {
 def check_value(name: str, annotation: Any, value: object) -> None:
     """Raise TypeError for a wrong type, and ValueError for a wrong literal or a nonfinite number.
 
-    Bools do not count as numbers, nor floats as integers. Types not in `WORDS` are not checked.
+    Bools do not count as numbers, and floats do not count as integers. Types not in `WORDS` are not
+    checked.
     """
     types, literals = _accepted(annotation)
     if literals:

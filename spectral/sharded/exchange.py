@@ -158,7 +158,8 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Write (or add, with `add`) `whole[matrix]` from its owner to all parts of the matrix.
+        """Write `whole[matrix]` from its owner to all parts of the matrix; with `add`, add it to
+        them.
 
         Without `local`, matrices that are whole on their owner are skipped. See `gather` for `like`
         and `dtype`.
