@@ -109,7 +109,7 @@ class CapturedStep:
         if self._first is not None:
             self._check(self._first, self._fixed())
         self._captured()
-        if self._first is None:  # after the step, which moves the state of cast parameters
+        if self._first is None:  # after the step, because it moves the state of cast parameters
             self._first = self._fixed()
 
     def _check(self, first: dict[str, object], now: dict[str, object]) -> None:
@@ -144,7 +144,7 @@ class CapturedStep:
 
 
 def _identity(value: object) -> object:
-    """Return the address of a tensor, or any other value unchanged."""
+    """Return a tensor's address; return any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return (value.to_local() if is_dtensor(value) else value).data_ptr()

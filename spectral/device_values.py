@@ -18,7 +18,7 @@ MOST_RESULTS = 4096
 
 
 def constant_result(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache a function's results, and mark the function like
+    """Cache a function's results, and mark the function in the same way as
     `torch.compiler.assume_constant_result`.
 
     torch's decorator is not used because it imports the compiler, which takes as long as importing

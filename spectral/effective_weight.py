@@ -116,7 +116,7 @@ class Preconditioner:
             object.__setattr__(self, "level", tuple(self.level))
 
     def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float) -> Tensor:
-        """Compute PC(W), once differentiable in `w` and `gamma`, in the shape and dtype of `w`.
+        """Compute PC(W) in the shape and dtype of `w`, once differentiable in `w` and `gamma`.
 
         Raises ValueError for mismatched shapes. Differentiating twice raises RuntimeError.
         """

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key under which the saved state holds those entries of other programs whose own keys are numbers,
-tensors or this name; torch would mistake such keys for parameters."""
+"""Other programs' state entries whose keys are numbers, tensors or this name are saved under this
+key, because torch would mistake their keys for parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):

@@ -50,7 +50,7 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "maximize": ((False, None), "minimise the negative loss"),
     "amsgrad": ((False, None), "use torch.optim.AdamW to keep the largest second moment"),
 }
-"""Maps options of torch's optimizers that are fixed here to the allowed values and the reason."""
+"""Options of torch's optimizers that are fixed here, mapped to allowed values and a reason."""
 HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' replaces torch's 'original', "
     "scale='align_adam_rms' replaces 'match_rms_adamw'",

@@ -293,9 +293,9 @@ Columns = dict[tuple[torch.dtype, torch.device], list[list[Tensor]]]
 class Snapshot:
     """An optimizer's parameters and states after a step, and values derived from them.
 
-    Before the next step, a comparison of object identities and a few attributes with those in the
-    snapshot shows whether any parameter or state entry has been replaced, cast or sharded since the
-    last full check.
+    Before the next step, object identities and a few attributes are compared with the snapshot, to
+    detect parameters and state entries that were replaced, cast or sharded since the last full
+    check.
 
     Attributes:
         parameters: parameters of all groups.

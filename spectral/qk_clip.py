@@ -1,8 +1,8 @@
 """QK-clip: bounds attention logits by scaling down query and key weights.
 
 Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). Use QK-clip with Muon, under
-which the spectral norms of these weights can grow. Rules with a radius undo the clipping in their
-next step.
+which the spectral norms of query and key weights can grow. Rules with a radius undo the clipping in
+their next step.
 """
 
 import torch

@@ -53,8 +53,8 @@ FAINT = 1e-20
 """Scale of the fixed vector added to a cached vector: negligible unless the cached vector is zero.
 """
 RIDGE = 1e-7
-"""Added to the diagonal of a basis's Gram matrix, to keep it positive definite even if rows are
-zero, and to keep dependent rows from amplifying rounding errors."""
+"""Added to the diagonal of a basis's Gram matrix, to keep the matrix positive definite even if rows
+are zero, and to keep dependent rows from amplifying rounding errors."""
 
 
 def top_singular(

@@ -50,8 +50,8 @@ most 6e-5."""
 WIDE_ROWS = 256
 """Largest number of rows for which the model for an msign in 32 bits or more computes `N N^T` and
 its resolvents in float64, which preserves singular values below 3e-4 of the largest. On GPUs with
-fast float64, the model computes them in float64 for any number of rows. In 16 bits, f is not
-accurate enough to need float64."""
+fast float64, the model uses float64 for any number of rows. In 16 bits, f is not accurate enough to
+need float64."""
 FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of GPUs whose float64 matmuls take at most about twice as long as float32
 ones: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300), float64

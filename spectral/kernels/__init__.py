@@ -1,4 +1,4 @@
-"""Batched matmuls, using cuBLAS or MKL (`library`) or Triton kernels.
+"""Batched matmuls by cuBLAS or MKL (`library`), or by Triton kernels.
 
 `dispatch` selects the implementation from a table. `library` is the CPU path and the reference for
 the kernels. The kernel modules, which import triton, are only imported when a kernel is selected.
@@ -73,7 +73,7 @@ def _gram_tile(stacks: Sequence[Tensor]) -> Tile | None:
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
-    """Return the kernel's tile, or None to use the library, as autograd requires."""
+    """Return the kernel's tile, or None to use the library, which is required for autograd."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return None
     # Only read shapes on listed devices: under tracing, they may be unknown.

@@ -257,7 +257,8 @@ def rate_key(rate: Rate) -> object:
 
 
 def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
-    """Return the rate shared by all stacks or, if they differ, one per unit `[sum of batches]`."""
+    """Return the rate that all stacks share or, if rates differ, one per unit `[sum of
+    batches]`."""
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
     pairs = zip(stacks, rates, strict=True)

@@ -65,7 +65,7 @@ class MuonPlusPlusRule(RadiusRule):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with a null tolerance replaced if algorithm is dual."""
+        """Return the fields by name; algorithm dual replaces a null tolerance by its default."""
         dual = self.algorithm == "dual"
         tolerance = self.accepted(self.tolerance) if dual else self.tolerance
         return super().settings() | {"tolerance": tolerance}
