@@ -217,6 +217,7 @@ class Watch(TorchDispatchMode):
         self.numbers = Columns()
         self.columns, self.weights = Shadows(), Shadows()  # of activations, and of weights
         self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of a * b
+        self.computed: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # by parameters alone
         self.choices: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by indices
         self.extremes: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by maxima
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # original parameter values
@@ -364,6 +365,15 @@ class Watch(TorchDispatchMode):
             for use in self.numbers.beneath(self.columns.read(t)) or own:
                 use.hidden = use.hidden or operation
 
+    def _hide_factors(self, computed: Iterable[Tensor], operation: str) -> None:
+        for use in (u for t in computed for u in self.numbers.beneath(self.columns.read(t))):
+            for each in (use, *use.tables):
+                each.hidden = each.hidden or operation
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a product of two parameters: rows of a table, or a weight."""
+        return tensor.untyped_storage() in self.computed
+
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
         for t in filter(is_strided, tensors):
@@ -390,13 +400,14 @@ class Watch(TorchDispatchMode):
             if computed and not chosen:
                 self.activations.pop(out.untyped_storage(), None)
             return
-        computed = [c for c in distinct if all(use.tables for use in self.numbers.beneath(c))]
+        computed = [t for t in operands if self._is_computed(t)]
         matrices = [s for s in sides if s.is_parameter and sum(n > 1 for n in s.shape) > 1]
         if computed and len(computed + matrices) > 1 and name not in FILLS:  # computes a weight
             operation = f"a {'sum' if name in ADDITIONS else 'product'} with a weight"
-            for use in (use for columns in computed for use in self.numbers.beneath(columns)):
-                for each in (use, *use.tables):
-                    each.hidden = each.hidden or operation
+            self._hide_factors(computed, operation)
+        active = (t for t, side in zip(operands, sides, strict=True) if side.is_active)
+        if computed and all(map(self._is_computed, active)):
+            self.computed[out.untyped_storage()] = None
         # Positions and gains only scale columns; activations multiply vectors or whole tensors.
         scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
         factors = [s for s in sides if s.columns is None and s.counts and s.is_active]
@@ -514,8 +525,7 @@ class Watch(TorchDispatchMode):
             if len(sides[0].shape) == source.ndim:  # not a view
                 if sums and axes and self._inner(sides, axes):
                     return
-                known = [s.columns for s in sides if s.columns is not None]
-                factors = known if all(axes <= {*s.moving} for s in sides) else []
+                factors = [s.columns for s in sides if s.columns is not None]
             for factor in factors:
                 if self._is_headwise(factor, axes):
                     self.numbers.consume(factor, axes, PRODUCT)
@@ -627,9 +637,12 @@ class Watch(TorchDispatchMode):
             if weight == 0:  # `left` may be a table or a factor of a weight
                 return self._hide([left], "a product with a weight that is frozen or given")
             self._use(right).tables.add(self._use(left))
+            self.computed[out.untyped_storage()] = None
         layer = weight is not None or any(t.untyped_storage() in self.parameters for t in sides)
         kind = LAYER if layer else INNER
         read = [None if i == weight else self.columns.read(t) for i, t in enumerate(sides)]
+        if not layer and prod(out.shape[:-2]) == 1 and self._is_computed(right):
+            self._hide_factors([right], "a matmul with a product of two weights")
         depthwise, kept = False, list[Tensor]()
         for i, axis in enumerate(summed):
             columns, other = read[i], read[1 - i]
@@ -650,7 +663,7 @@ class Watch(TorchDispatchMode):
             for use in self.numbers.beneath(columns) if not layer else ():
                 for mixed in use.mixed:
                     mixed.hidden = mixed.hidden or "a layer over tokens before attention"
-            used = self._mixed(columns, axis, kind)
+            used = [[0]] if by_entry and own == PRODUCT else self._mixed(columns, axis, kind)
             if axis not in chain(*used) and out.ndim == columns.ndim:
                 kept.append(self._folded(columns, [axis]))
             scales = other is not None and self.numbers.adds_matrices(other, summed[1 - i])

@@ -330,13 +330,19 @@ ALONE = {"self_attn.in_proj_weight": pieces_of("/4"), "linear1.weight": pieces_o
 CASES["an encoder layer, alone"] = ENCODER, x, ALONE
 
 
-@case("values 12 12 /4, kernels 12 9 /3, out 12 12 -")
-def a_kernel_of_each_head(m: Any, x: Tensor) -> Any:
-    """Compute ConvBERT's attention: a kernel per head and token sums values of nearby tokens."""
-    values = F.unfold(m.values(x).transpose(1, 2)[..., None], (3, 1), padding=(1, 0))
-    values = values.transpose(1, 2).reshape(-1, 4, 3)
-    kernels = m.kernels(x).reshape(-1, 3, 1).softmax(1)
-    return m.out((values @ kernels).reshape(*x.shape))
+KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a product": lambda values, kernels: values @ kernels.mT,
+    "a sum": lambda values, kernels: (values * kernels).sum(-1),
+}
+for name, weighed in KERNELS.items():
+
+    @case("values 12 12 /4, kernels 12 9 /3, out 12 12 -", name=f"a kernel of each head, by {name}")
+    def a_kernel_of_each_head(m: Any, x: Tensor, weighed: Any = weighed) -> Any:
+        """Compute ConvBERT's attention: kernels per head and token add up nearby values."""
+        values = F.unfold(m.values(x).transpose(1, 2)[..., None], (3, 1), padding=(1, 0))
+        values = values.transpose(1, 2).reshape(-1, 4, 3)
+        kernels = m.kernels(x).reshape(-1, 1, 3).softmax(2)
+        return m.out(weighed(values, kernels).reshape(*x.shape))
 
 
 HALVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -420,9 +426,10 @@ def experts_of_weighted_means_of_tokens(m: Any, x: Tensor) -> Any:
     return m.out(x + scores.softmax(-1) @ torch.cat([m.a(first), m.b(second)], 1))
 
 
-@case("a 12 6 =, b 12 6 =, out 6 4 -")
-def a_product_of_tokens_for_each_channel(m: Any, x: Tensor) -> Any:
-    return m.out(torch.einsum("ikc,jkc->ijc", m.a(x), m.b(x)))
+@case("a 12 6 =, b 12 6 =, both 12 12 /6, out 6 4 -")
+def products_of_tokens_for_each_channel(m: Any, x: Tensor) -> Any:
+    pairs = (m.a(x), m.b(x)), m.both(x).chunk(2, -1)
+    return m.out(sum(torch.einsum("ikc,jkc->ijc", *pair) for pair in pairs))
 
 
 @case("parts 12 12 /4, out 4 4 -")
@@ -988,6 +995,14 @@ FACTORS = "\n".join(f"{name}: a product with a weight .*" for name in "abcd")
 @refused(FACTORS, "out 12 4, a 12x2, b 2x12, c 12x2, d 2x12")
 def a_weight_of_products_of_factors(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, (m.a @ m.b) * (m.c @ m.d)))
+
+
+TWO_FACTORS = "\n".join(f"{name}: a matmul with a product of two weights hides.*" for name in "ab")
+
+
+@refused(TWO_FACTORS, "out 12 4, a 12x3, b 3x12")
+def a_weight_of_two_factors(m: Any, x: Tensor) -> Any:
+    return m.out(F.linear(x, 2 * (m.a @ m.b)))
 
 
 KRONECKER = (
