@@ -88,7 +88,7 @@ fewer FLOPs but more launches."""
 
 
 class Model(NamedTuple):
-    """Rational functions of `mu = lambda - centre` for a batch of problems, float64.
+    """Rational functions of `mu = lambda - centre` for a batch of problems, in float64.
 
     `centre` is `-u^T M v`. At `lambda = centre`, `y` is orthogonal to `u`, so no terms cancel near
     the centre.

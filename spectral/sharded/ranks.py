@@ -106,7 +106,7 @@ class TensorLayout:
     """Each rank's part of a tensor.
 
     boxes   each rank's part, indexed by rank within the group
-    copies  for each rank, likewise, the index of the copy of the tensor that its part belongs to
+    copies  index of the copy that each part belongs to, indexed by rank within the group
     """
 
     boxes: tuple[Box, ...]
