@@ -120,8 +120,13 @@ class Use:
         self.sets = {kind: set().union(*(own[kind] for own in entries)) for kind in self.sets}
         windows = frozenset(self.sets.get(INNER, ()))
         steps = {b - a for window in windows for a, b in pairwise(sorted(window))}
-        if len(steps) == 1 and _overlap(windows):
-            return Seen(None, "windows of its outputs overlap: a table of positions", decays=False)
+        if _overlap(windows):
+            if len(steps) == 1:
+                reason = "windows of its outputs overlap: a table of positions"
+                return Seen(None, reason, decays=False)
+            counts = Counter(chain(*windows))
+            if any(all(counts[column] > 1 for column in window) for window in windows):
+                raise ValueError(f"{INNER} uses overlapping sets of its outputs")
         division, cuts, grouped = Division(), set[tuple[int, ...]](), GROUP in self.sets
         if self.outputs:
             axes = frozenset(self.inputs), frozenset(self.outputs)

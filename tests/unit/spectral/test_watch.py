@@ -211,6 +211,14 @@ def rotary_of_the_first_half_of_each_head(m: Any, x: Tensor) -> Any:
     return m.out(attention(rotated(q), rotated(k), v))
 
 
+@case("q 12 8 /2, k 12 8 /2, v 12 12 /4, out 12 12 -")
+def heads_that_share_two_columns(m: Any, x: Tensor) -> Any:
+    def shared(y: Tensor) -> Tensor:
+        return torch.cat([y[:, None, :, :2].expand(-1, 3, -1, -1), heads(y[..., 2:], 2)], -1)
+
+    return m.out(attention(shared(m.q(x)), shared(m.k(x)), heads(m.v(x))))
+
+
 @case("qkv 12 36 /4, out 12 12 -", (x, torch.rand(2, 9)))
 def rotations_by_positions_of_the_example(m: Any, x: Tensor, positions: Tensor) -> Any:
     angles = (positions[..., None] * torch.ones(2))[:, None, :, :, None]
@@ -970,6 +978,15 @@ FLAT = "flat: a product uses parts of this vector as a matrix, such as 12x4: sto
 @refused(FLAT, "inner 12 12, out 4 4, flat 60")
 def a_flat_weight(m: Any, x: Tensor) -> Any:
     return m.out(m.inner(x) @ (2 * m.flat[12:]).view(12, 4))
+
+
+ACROSS = "qkv.weight: a matrix product of activations uses overlapping sets of its outputs"
+
+
+@refused(ACROSS, "qkv 12 36, out 12 12")
+def rotary_across_heads(m: Any, x: Tensor) -> Any:
+    q, k, v = m.qkv(x).chunk(3, -1)
+    return m.out(attention(*(heads(y) for y in (turned(q), turned(k), v))))
 
 
 OVER_TOKENS_FIRST = "qkv.weight: a layer over tokens before attention hides"
