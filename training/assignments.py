@@ -13,7 +13,7 @@ from training.config.optimizer_section import OptimizerConfig
 from training.config.schema import GramPenaltyConfig
 
 GAMMA = "gamma"
-"""Role of gamma, a PC layer's scale factor."""
+"""Role name of gamma, the scale factor of a PC layer."""
 
 
 def unit_options(config: Config) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
     """Return the penalty for `unit`, or None if its role is not penalised."""
     if unit.role not in section.roles:
         return None
-    assert section.coefficient is not None  # `load_config` has replaced the null
+    assert section.coefficient is not None  # `load_config` has replaced null
     return Penalty(
         coefficient=section.coefficient,
         power=section.power,
@@ -86,7 +86,8 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
-    """Return the assignment for gamma, which is a model parameter if PC(W) is in the graph."""
+    """Return the assignment for gamma. Gamma is a model parameter if PC(W) is computed in the
+    graph."""
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     return Assignment(
@@ -99,8 +100,8 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """Return how the owner computes PC(W) and updates gamma, or None if `unit` is not a
-    materialized PC layer."""
+    """Return the settings with which the owner computes PC(W) and updates gamma, or None if `unit`
+    is not a materialized PC layer."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None

@@ -45,7 +45,7 @@ from training.step import Trainer
 def build_parallel_model(
     config: Config, groups: Groups, weights: InitialWeights | None = None
 ) -> ParallelModel:
-    """Build this rank's part of the model, with newly initialized weights if `weights` is None."""
+    """Build this rank's part of the model. If `weights` is None, initialize new weights."""
     assign = config_assignments(config)
     distributed, train = config.optimizer.distributed, config.train
     dtype = DTYPES[train.precision]
@@ -104,8 +104,9 @@ def build_trainer(
 ) -> Trainer:
     """Build the model and optimizer, and return this rank's trainer.
 
-    `weights` are the initial weights; None initializes new ones. The model is evaluated on `tasks`.
-    Monitors run every `monitor_interval` steps; None uses the interval in the config.
+    `weights` are the initial weights; None initializes new ones. `tasks` are the tasks on which the
+    model is evaluated during training. Monitors run every `monitor_interval` steps; None uses the
+    interval in the config.
     """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
@@ -124,8 +125,8 @@ def build_trainer(
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
     """Load a checkpoint saved on any layout, and check that all weight replicas are identical.
 
-    Raises ResumeError if the checkpoint does not match the model, and DisagreementError if replicas
-    differ.
+    Raises ResumeError if the checkpoint does not match the model, and DisagreementError if weight
+    replicas differ.
     """
     rng, meta = info.path / RNG, info.path / META
     with refusing(rng, Exception):  # a corrupt file may raise any exception
@@ -138,7 +139,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         raise ResumeError(f"{info.path} cannot be loaded: {last_line(error)}; {todo}") from error
     if extra.get("step") != info.step:
         raise ResumeError(
-            f"{info.path}: step of the state must be {info.step}, got {extra.get('step')}"
+            f"{info.path}: the step in the state must be {info.step}, got {extra.get('step')}"
         )
     check_replicas(trainer.model)
     with refusing(meta, KeyError, TypeError, ValueError):
@@ -149,7 +150,8 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
 
 def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
-    """Return the progress stored in a checkpoint. If the mixture has changed, start a new phase.
+    """Return the progress stored in a checkpoint. If the data mixture has changed, the progress
+    starts a new phase.
 
     Raises ResumeError if the mixture has changed and the checkpoint has no per-set counts.
     """
@@ -171,7 +173,7 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
 
 @contextlib.contextmanager
 def refusing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn exceptions of `kinds` into a ResumeError about the file `path`."""
+    """Convert exceptions of the types `kinds` into a ResumeError that names the file `path`."""
     try:
         yield
     except kinds as error:
@@ -181,13 +183,14 @@ def refusing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
 def rewind(
     trainer: Trainer, lifecycle: Lifecycle, log: RunLog | None, error: NonFiniteError
 ) -> bool:
-    """Rewind to the last checkpoint before the skipped steps in `error`, and leave out their
-    samples.
+    """Rewind to the last checkpoint before the skipped steps in `error`, and leave out the samples
+    of these steps.
 
-    Collective. `log` is None on all ranks but rank 0. If there is no such checkpoint, or
-    `spikes.rewinds` is used up, change nothing and return False.
+    Collective. `log` is None on all ranks but rank 0. Return True after rewinding. If there is no
+    such checkpoint, or the run has already been rewound `spikes.rewinds` times, change nothing and
+    return False.
     """
-    lifecycle.wait()  # the run may end, and a running save may be its newest checkpoint
+    lifecycle.wait()  # if the run ends here, a save in progress may be its newest checkpoint
     run_dir = trainer.config.run.dir
     left_out = (*trainer.progress.left_out, error.samples)
     if len(left_out) > trainer.config.spikes.rewinds:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from training.errors import ConfigError, printable
 
 PATIENCE: Final = 5.0
-"""Seconds that other ranks wait for torchrun to stop them after rank 0 prints an error."""
+"""Seconds that ranks other than 0 wait for torchrun to stop them before they print an error."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +32,7 @@ class _StoreOnce(argparse._StoreAction):
     """Store action of `Parser`."""
 
     given: tuple[argparse.Namespace, Any] | None = None
-    """The last namespace in which the option was set, and its value."""
+    """The last namespace in which the option was set, and the value that it was set to."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ LAUNCHED: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT",
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
-"""Environment variables set by launchers, all non-negative integers."""
+"""Environment variables set by launchers. Their values are non-negative integers."""
 LAST_PORT: Final = 65535
 
 
@@ -92,8 +92,8 @@ def check_launched() -> None:
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
     """Print an error, one line per problem, and return the exit code `code`.
 
-    If the error is `same_on_all_ranks`, rank 0 prints it for all ranks, and the other ranks wait
-    for torchrun to stop them. A rank that is not stopped prints its error with its rank.
+    With `same_on_all_ranks`, rank 0 prints the error, and the other ranks wait for torchrun to stop
+    them. A rank that torchrun does not stop then prints the error, prefixed with its rank and host.
     """
     rank = own_rank()
     if rank > 0 and same_on_all_ranks:

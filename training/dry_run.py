@@ -52,7 +52,7 @@ class PhaseUse:
         return {name: weight / total for name, weight in self.weights.items()}
 
     def tokens(self, sequence_length: int) -> dict[str, int]:
-        """Return the exact number of target tokens from each set, by name."""
+        """Return the exact number of target tokens from each set, keyed by the set's name."""
         used = build_blend(self.weights).used(self.samples).tolist()
         return {n: count * sequence_length for n, count in zip(self.weights, used, strict=True)}
 
@@ -154,7 +154,8 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return the step shape (without rules) on which the plan is based."""
+    """Return the shape of a training step on which the plan is based. It does not include update
+    rules."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
@@ -162,7 +163,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     operands = "fp8" if train.fp8 is not None else train.precision
     if operands not in device.peak:
         raise ConfigError(
-            f"train.fp8 must be null on {device.name}, which has no fp8 support, got {train.fp8}"
+            f"train.fp8 must be null on {device.name}, got {train.fp8}: it does not support fp8"
         )
     inputs = PlanInputs(
         **vars(parallel.layout),
@@ -191,7 +192,8 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
 
 
 def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float]]:
-    """Return each segment of the run with constant global batch size and its modelled step time."""
+    """Return a (segment, modelled step time) pair for each segment of the run with constant global
+    batch size."""
     shape = step_shape(config, planned.gpus, planned.device)
     loads = [stage.load for stage in planned.stages]
     per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks
@@ -231,8 +233,8 @@ def device_named(text: str) -> Device:
     """Return the device named `text`, or the one described by the YAML file `text`.
 
     Values missing from the file are taken from the device named by its key `base`. Without `base`,
-    they are taken from h100, and this is noted in the device name (default: the file name). A
-    `peak` with all dtypes in `REQUIRED` replaces the entire `peak` of the base.
+    they are taken from h100, and a note in the device's name says so. The name defaults to the
+    file's name. A `peak` with all dtypes in `REQUIRED` replaces the entire `peak` of the base.
 
     Raises InvalidConfigError if there is no such device or file, or if the file is invalid.
     """

@@ -8,9 +8,10 @@
         meta.json    step, data position, identity, versions, and a hash of every file
         COMPLETE     hash of meta.json, written last
 
-A checkpoint is written to a folder `.writing-...` in `checkpoints`, which is renamed once all of
-its files are on disk. Therefore every step_* folder was complete when it was renamed. Checkpoints
-are self-contained: they need no file outside their folder. Loading never depends on `latest`.
+A checkpoint is written to a temporary folder `.writing-...` in `checkpoints`. The folder is renamed
+to step_* once all of its files are on disk, so every step_* folder was complete when it got its
+name. Checkpoints are self-contained: they need no file outside their folder. Loading never depends
+on `latest`.
 """
 
 import contextlib
@@ -129,7 +130,7 @@ def _complete(path: Path) -> CheckpointInfo:
         named = STEP.fullmatch(path.name)
         if named is not None and int(named[1]) != meta["step"]:
             raise BrokenCheckpointError(
-                f"{path}: the folder's name must contain the step in {META}, {meta['step']}"
+                f"{path}: the folder's name must contain {meta['step']}, the step in {META}"
             )
         info = CheckpointInfo(path, meta)
         _check_names(path, info.files, WEIGHTS if weights_only else REQUIRED)
@@ -153,8 +154,8 @@ def _complete(path: Path) -> CheckpointInfo:
 
 
 def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
-    """Raise BrokenCheckpointError if a required file is not listed, or if a listed file is outside
-    the checkpoint folder."""
+    """Raise BrokenCheckpointError if meta.json does not list a required file, or lists a file
+    outside the checkpoint folder."""
     for name in listed:
         if not real_path(path / name).is_relative_to(real_path(path)):
             raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, a path outside the folder")
@@ -166,8 +167,9 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
     """Yield a message for each file that has changed since it was written.
 
-    `share` is the slice of files to check. If it starts with the first file, the tensor index is
-    checked as well: it must be safe to read, and may only refer to files with a recorded hash.
+    `share` is the slice of files to check. If the slice includes the first file, the tensor index
+    is checked as well: the index must be safe to read, and may only refer to files with a recorded
+    hash.
     """
     if not share.start:
         yield from _unlisted(info)
@@ -182,7 +184,8 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
 
 
 def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a message for each nonfinite tensor in the slice `share` of all tensors.
+    """Yield a message for each tensor with non-finite values. `share` is the slice of tensors to
+    check.
 
     Call `problems` first. Raises BrokenCheckpointError if the tensors cannot be read.
     """
@@ -194,8 +197,8 @@ def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str
 
 
 def _unlisted(info: CheckpointInfo) -> Iterator[str]:
-    """Yield a message for each problem with the tensor index: it is unsafe to read, or it refers to
-    a file not listed in meta.json."""
+    """Yield a message if the tensor index is unsafe to read, or else for each file that the index
+    refers to but meta.json does not list."""
     try:
         named = set(index_files(read_index(info.state)))
     except UnsafeIndexError as error:
@@ -219,8 +222,8 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError if `checkpoints` in the run folder is not writable (after two attempts to
-    create a temporary file)."""
+    """Raise InputError if two attempts to create a temporary file in the run's folder `checkpoints`
+    fail."""
     folder = Path(run_dir) / FOLDER
     for last in (False, True):
         try:
@@ -235,10 +238,10 @@ def check_place(run_dir: str | Path) -> None:
 def complete(
     folder: Path, run_dir: str | Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]
 ) -> Path:
-    """Seal the checkpoint in `folder`, rename it to its step folder, and return that folder.
+    """Seal the checkpoint in `folder`, rename the folder to step_*, and return its new path.
 
     `meta` and `state` are passed to `seal`. All files are synced to disk before the rename, and the
-    new name is synced before the function returns. Call `name_latest` next.
+    rename is synced before the function returns. Call `name_latest` next.
     """
     seal(folder, meta, state)
     target = step_folder(run_dir, meta["step"])
@@ -256,8 +259,8 @@ def complete(
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
     """Write meta.json and COMPLETE, the last files of a checkpoint, and sync all files to disk.
 
-    `state` gives the size and hash of each file in the folder `state`, whose tensors are already on
-    disk.
+    `state` maps each file in the folder `state` to its size and hash. The tensors in these files
+    must already be on disk.
     """
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
     files |= {path.name: file_facts(path) for path in _files(folder)}
@@ -280,7 +283,8 @@ def name_latest(run_dir: str | Path, name: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a partially removed one is never loaded."""
+    """Remove a checkpoint. Its folder is renamed first, so that a partially removed checkpoint is
+    never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
     delete(doomed)
@@ -294,7 +298,7 @@ def quarantine(folder: Path) -> Path:
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return those of the ascending `steps` whose checkpoints are removed by `retire`."""
+    """Return the steps whose checkpoints `retire` removes, given all `steps` in ascending order."""
     older = [] if keep_last is None else steps[:-keep_last]
     return [step for step in older if keep_every is None or step % keep_every]
 
@@ -302,9 +306,9 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    Keeps the `keep_last` newest complete checkpoints (None: all) and, if `keep_every` is given,
-    those at multiples of `keep_every` steps. Never removes broken checkpoints. Leftovers of an
-    interrupted call are removed first.
+    Keeps the `keep_last` newest complete checkpoints (None keeps all). If `keep_every` is given,
+    also keeps complete checkpoints whose step is a multiple of `keep_every`. Never removes broken
+    checkpoints. Leftovers of an interrupted call are removed first.
     """
     for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
         delete(leftover)
@@ -335,8 +339,8 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
-    """Move any checkpoints after `step` to a new folder. Return the folder, or None if there are
-    none.
+    """Move all checkpoints after `step` to a new folder and return the folder, or return None if
+    there are no such checkpoints.
 
     A run that was rewound to `step` must never resume from a later checkpoint, even after a crash.
     """

@@ -30,20 +30,21 @@ TOKENIZER = "tokenizer.json"
 
 
 class InitialWeights:
-    """Units and buffers of a config's model, read from a checkpoint whose layout and unit split may
-    differ from the config's."""
+    """Units and buffers of a config's model, read from a checkpoint. The checkpoint may use a
+    layout and a split into units that differ from those of the config."""
 
     def __init__(
         self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool
     ) -> None:
-        """`digest` is the sha256 of the checkpoint's meta.json. `compared` tells whether the
-        tokenizers of both checkpoint and data are known."""
+        """`digest` is the sha256 of the checkpoint's meta.json. `compared` is True if the
+        tokenizers of both the checkpoint and the data are known."""
         self.weights = weights
         self.digest = digest
         self.compared = compared
         units = all_units(config.model, **unit_options(config))
         self._whole = {unit.name: unit for unit in units}
-        self._last: tuple[str, Tensor] | None = None  # units of one parameter are consecutive
+        # Consecutive calls of `unit` often ask for units of the same parameter.
+        self._last: tuple[str, Tensor] | None = None
 
     @property
     def info(self) -> CheckpointInfo:
@@ -52,11 +53,11 @@ class InitialWeights:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The entry `initialized_from` in meta.json of the run's checkpoints."""
+        """The value of `initialized_from` in the meta.json of the run's checkpoints."""
         return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
 
     def unit(self, unit: Unit) -> Tensor:
-        """Return the whole float32 weight `[*shape]` of `unit`, which may belong to any rank."""
+        """Return the full float32 weight `[*shape]` of `unit`. The unit may belong to any rank."""
         whole = self._whole[unit.name]
         if self._last is None or self._last[0] != whole.parameter:
             self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
@@ -86,10 +87,10 @@ def initial_weights(
 ) -> InitialWeights | None:
     """Return the weights from `checkpoint.initialize_from`, or None if it is null. Collective.
 
-    `file` is the data's tokenizer.json and `tokenizer` its sha256, both None if unknown. Rank 0
-    chooses the checkpoint for all ranks, because the source run might be saving a newer one. Raises
-    BrokenCheckpointError if the checkpoint cannot be read, and ResumeError if there is no
-    checkpoint or its model or tokenizer does not match.
+    `file` is the data's tokenizer.json, and `tokenizer` is its sha256; both are None if unknown.
+    Rank 0 chooses the checkpoint for all ranks, because the source run might be saving a newer one.
+    Raises BrokenCheckpointError if the checkpoint cannot be read. Raises ResumeError if there is no
+    checkpoint, or if its model or tokenizer does not match.
     """
     if config.checkpoint.initialize_from is None:
         return None
@@ -102,9 +103,9 @@ def initial_weights(
 def chosen_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> tuple[CheckpointInfo, str, bool]:
-    """Return (checkpoint, sha256 of its meta.json, whether both tokenizers are known) for
-    `checkpoint.initialize_from`, which must not be null. For arguments and errors, see
-    `initial_weights`. Models are not compared if the vocabulary size is unknown."""
+    """Return the checkpoint that `checkpoint.initialize_from` refers to, the sha256 of its
+    meta.json, and whether both tokenizers are known. The key must not be null. For arguments and
+    errors, see `initial_weights`. Models are not compared if the vocabulary size is unknown."""
     assert config.checkpoint.initialize_from is not None
     try:
         info = read_checkpoint(config.checkpoint.initialize_from)
@@ -135,8 +136,8 @@ def chosen_weights(
 
 
 def same_tokens(saved_file: Path, data_file: Path | None) -> bool:
-    """Return whether two tokenizer.json files are equal except for `post_processor`, which is used
-    by neither data preparation nor exports."""
+    """Return whether two tokenizer.json files are equal, ignoring `post_processor`: neither data
+    preparation nor exports use it."""
     if data_file is None or not (saved_file.is_file() and data_file.is_file()):
         return False
     first, second = (

@@ -1,5 +1,5 @@
-"""Chooses the checkpoint to resume from and compares identities: the facts about a run that must
-match its checkpoint when it resumes."""
+"""Chooses the checkpoint to resume from, and compares identities. An identity holds the facts about
+a run that must match the checkpoint when the run resumes."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,21 +36,24 @@ OF_STATE: Final = {
     *("qkv_units", "split_gate_up", "momentum_dtype"),
     *("pc.blocks", "pc.learnable_gamma", "moe.expert_bias"),
 }
-"""Keys that, together with the rules of groups and roles, determine the names and dtypes of all
-checkpoint tensors other than weights."""
+"""Keys that determine the names and dtypes of all checkpoint tensors other than weights, together
+with the update rules of groups and roles."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
-"""Keys in section `train` that affect results, except `steps`, which belongs to kind `schedule`."""
+"""Keys in section `train` that affect results. `steps` is not included, because it belongs to kind
+`schedule`."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
-"""Keys in section `model` that select an implementation and only affect rounding."""
+"""Keys in section `model` that only select an implementation, so that they affect nothing but
+rounding."""
 ROUNDING: Final = (
     *(f"model.{key}" for key in sorted(BACKENDS)),
     *(f"train.{key}" for key in ("micro_batch", "loss_chunk", "fused_loss", "fused_backward")),
     "train.compile",
 )
-"""All keys that select an implementation and only affect rounding."""
+"""Keys in all sections that only select an implementation, so that they affect nothing but
+rounding."""
 
 Identity = dict[str, dict[str, Any]]
-"""Values by kind (e.g. model or schedule) and dotted key."""
+"""Maps each kind (such as model or schedule) to a mapping from dotted keys to values."""
 
 
 class Change(NamedTuple):
@@ -65,21 +68,22 @@ class Change(NamedTuple):
 
     @property
     def of_state(self) -> bool:
-        """Whether tensors other than weights are added or removed, or change dtype."""
+        """Whether the change adds or removes tensors other than weights, or changes their dtype."""
         if self.key == "moe.global_aux_loss":
             return 0.0 in (self.before, self.after)
         return self.key in OF_STATE or self.key.endswith(".rule")
 
 
 def identity(config: Config, facts: Identity) -> Identity:
-    """Return the facts that must not change when a run resumes, by kind.
+    """Return the facts that must not change when a run resumes, grouped by kind.
 
-    `facts` holds the kinds `data` and `tokenizer` from `data_facts`. Layout, micro-batches,
+    `facts` is the result of `data_facts`: the kinds `data` and `tokenizer`. Layout, micro-batches,
     backends, paths, logging, validation and `train.exit_step` are not part of the identity, because
     they do not affect results.
     """
     kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
-    # The start of a phase set by `after_share` or `with_decay` may move if other sections change.
+    # If `after_share` or `with_decay` sets the start of a phase, changes in other sections may move
+    # it.
     kept |= {f"phases[{i}].start": start for i, start in enumerate(config.phase_starts())}
     return {**facts, "data": {**facts["data"], **kept}, **settings(config)}
 
@@ -128,18 +132,19 @@ def data_facts(
 
 
 def contents_of(facts: Identity) -> dict[str, str | None]:
-    """Return the hashes of all sets and the tokenizer in `facts` from `data_facts`, under the keys
-    NAME for training sets, `validation.NAME` and `tokenizer`."""
+    """Return the hashes of all sets and the tokenizer from `facts`, the result of `data_facts`. The
+    keys are `NAME` for training sets, `validation.NAME` for validation sets, and `tokenizer`."""
     end = ".content"
     sets = {k.removesuffix(end): v for k, v in facts["data"].items() if k.endswith(end)}
     return sets | {"tokenizer": facts["tokenizer"]["sha256"]}
 
 
 def modification_times(data: TrainingData) -> dict[str, str]:
-    """Return the modification times of sets without a hash of all tokens, by key in kind `data`.
+    """Return the modification times of training sets that have no hash of all their tokens. The
+    keys are those of kind `data`.
 
-    Copies of a set on different nodes may have different times, so all ranks must use those of one
-    rank.
+    Copies of a set on different nodes may have different modification times, so all ranks must use
+    the times of one rank.
     """
     times = {f"{each.name}.modified": each.modified for each in data.all_sets}
     return {key: time for key, time in times.items() if time is not None}
@@ -168,7 +173,7 @@ def settings(config: Config) -> Identity:
 
 
 def model_facts(model: ModelConfig) -> dict[str, Any]:
-    """Return the model settings that affect results, by dotted key, with nulls resolved to the
+    """Return the model settings that affect results, by dotted key. Null sizes are replaced by the
     sizes in use."""
     scalar = model.query_pre_attn_scalar
     sizes = {
@@ -182,7 +187,8 @@ def model_facts(model: ModelConfig) -> dict[str, Any]:
 def differences(
     saved: Identity, now: Identity, allowed: Collection[str]
 ) -> dict[str, list[Change]]:
-    """Return the changes for each kind in `now` that has changed and is not in `allowed`."""
+    """For each kind in `now` that is not in `allowed`, return the changes since `saved`. Kinds
+    without changes are omitted."""
     found = {
         kind: list(changes(*comparable(saved.get(kind, {}), values)))
         for kind, values in now.items()
@@ -196,9 +202,9 @@ def announced(
 ) -> list[str]:
     """Return a message for each accepted change since the checkpoint that affects metrics.
 
-    These are changes of allowed kinds, of validation, tasks and spike detection, and of anything
-    that affects rounding or speed: layout, micro-batch, implementations, and the software and
-    device in `machine`.
+    These are changes of allowed kinds; changes of validation, tasks and spike detection; and
+    changes that affect rounding or speed: layout, micro-batch, implementations, and the software
+    and device in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -212,7 +218,7 @@ def announced(
 
 
 def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both mappings, restricted to their common keys."""
+    """Return copies of both mappings that contain only the keys they have in common."""
     common = [key for key in now if isinstance(saved, Mapping) and key in saved]
     return {key: saved[key] for key in common}, {key: now[key] for key in common}
 
@@ -235,11 +241,12 @@ def _other_settings(config: Config) -> dict[str, Any]:
 def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both mappings without optional facts that are present in only one of them.
+    """Return copies of both mappings without the optional facts that only one of them contains.
 
-    Validation sets and tasks may be added or removed. A set only has a sha256 if it has a manifest,
-    and only has a modification time if it is large and has no manifest. Settings of a rule used by
-    only one run are optional, because the changed rule of the group or role is reported anyway.
+    Validation sets and tasks may be added or removed. Only sets with a manifest have a sha256, and
+    only large sets without a manifest have a modification time. If only one of the runs uses a
+    rule, the settings of this rule are optional, because the change of rule in the group or role is
+    reported anyway.
     """
     optional = {
         key
@@ -255,9 +262,10 @@ def comparable(
 
 
 def refusal(checkpoint: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
-    """Return the error message for a run that cannot resume: one line per kind, then the remedy.
+    """Return the error message for a run that cannot resume: one line for each kind that differs,
+    then the remedy.
 
-    `pc` tells whether the run has PC layers.
+    `pc` is True if the run has PC layers.
     """
     lines = []
     for kind, changed in different.items():
@@ -275,8 +283,8 @@ def refusal(checkpoint: str, different: Mapping[str, Sequence[Change]], pc: bool
 
 
 def new_run(checkpoint: str, pc: bool) -> str:
-    """Return the remedy for a state that does not fit a run. `pc` tells whether it has PC
-    layers."""
+    """Return the remedy for a checkpoint whose state does not fit a run. `pc` is True if the run
+    has PC layers."""
     if pc:  # not checkpoint.initialize_from, which would change the effective weights of PC layers
         return "set another run.dir"
     source = f"checkpoint.initialize_from={checkpoint}"
@@ -297,7 +305,8 @@ def _short(value: Any) -> str:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """Return the optimizer settings that affect results: groups, rules in use, distribution."""
+    """Return the optimizer settings that affect results: those of groups and roles, of the rules in
+    use, and of the distribution."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     del settings["rules"]
@@ -305,7 +314,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     plain = replace(config.optimizer, roles={})
     for role, overrides in settings["roles"].items():
-        usual = asdict(plain.settings_for(role))  # role settings equal to these are dropped
+        usual = asdict(plain.settings_for(role))  # overrides equal to these values are dropped
         settings["roles"][role] = {
             k: v for k, v in overrides.items() if v not in (None, usual.get(k))
         }
@@ -320,7 +329,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts, decided without modifying its folder.
+    """The starting point of a run, chosen without modifying the run folder.
 
     info    checkpoint to resume from; None to start from step 0
     resume  `latest`, `none` or a step
@@ -332,10 +341,9 @@ class Start:
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def settle(self, run_dir: str | Path) -> None:
-        """Move broken and superseded checkpoints out of the way, and print where they went (rank
-        0).
+        """Move broken and superseded checkpoints to other folders and print the new paths.
 
-        Call this after all checks that can abort the run.
+        For rank 0 only. Call this after all checks that can abort the run.
         """
         if self.resume == "none":
             start_over(run_dir)
@@ -366,7 +374,7 @@ class Start:
 
 
 def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]) -> Start:
-    """Decide where a run starts: from a fully verified checkpoint, or from step 0.
+    """Decide whether a run starts from a fully verified checkpoint or from step 0.
 
     Collective, without side effects.
 
@@ -374,8 +382,8 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
     now      identity of the resuming run
     allowed  kinds that may differ from the checkpoint's identity
 
-    Raises ResumeError if there are checkpoints but the run cannot resume from any of them: starting
-    over is up to the user.
+    Raises ResumeError if there are checkpoints but the run cannot resume from any of them: only the
+    user may decide to start over.
     """
     if resume == "none":
         return Start(None, resume)
@@ -431,8 +439,8 @@ def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[
 
 
 def check_content(info: CheckpointInfo) -> None:
-    """Raise BrokenCheckpointError on every rank if a file has changed since it was written or a
-    tensor is not finite.
+    """Raise BrokenCheckpointError on every rank if a file has changed since it was written, or if a
+    tensor contains non-finite values.
 
     Collective: all ranks must call this function. Each rank reads its share of the files and
     tensors.
@@ -445,6 +453,6 @@ def check_content(info: CheckpointInfo) -> None:
 
 
 def run_id(meta: Mapping[str, Any]) -> str:
-    """Return the run's id for trackers, the same on all ranks: the one in `meta`, or a new one if
-    `meta` is empty."""
+    """Return the run's id for trackers: the id in `meta`, or a new id if `meta` is empty. All ranks
+    get the same id."""
     return str(meta["run_id"]) if meta else first_rank(lambda: secrets.token_hex(4))

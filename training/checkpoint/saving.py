@@ -36,9 +36,10 @@ from training.report.log_lines import LOGS
 Result = TypeVar("Result")
 
 ATTEMPTS: Final = 2
-"""Number of attempts to save a checkpoint, so that a single disk failure does not end a run."""
+"""Maximum number of attempts to save a checkpoint. A second attempt keeps a single disk failure
+from ending the run."""
 REFUSALS: Final = 3
-"""Number of consecutive nonfinite checkpoints after which a run ends."""
+"""Number of consecutive checkpoints with non-finite values after which a run ends."""
 
 
 class CheckpointError(RuntimeError):
@@ -61,8 +62,9 @@ class Saver:
         *,
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """Every meta.json contains `facts` and the argument of `begin`. `check_folder` raises
-        InputError on rank 0 if the run folder was moved, removed or taken over by another run."""
+        """The meta.json of each checkpoint contains `facts` and the argument of `begin`.
+        `check_folder` raises InputError on rank 0 if the run folder was moved, removed or taken
+        over by another run."""
         self.config = config
         self.groups = groups
         self.model = model
@@ -70,7 +72,8 @@ class Saver:
         self.facts = facts
         self.check_folder = check_folder
         self.last_saved: int | None = None
-        self._yaml = to_yaml(config)  # only once, because it is slower than copying a small state
+        # Serialized only once, because this takes longer than copying a small state.
+        self._yaml = to_yaml(config)
         self._meta: dict[str, Any] = {}
         self._generators: list[Any] = []
         self._folder = Path()
@@ -121,13 +124,14 @@ class Saver:
         return self._folder
 
     def status(self) -> tuple[int, int]:
-        """Return (whether the save has failed on this rank, whether it is still in progress) as 0
-        or 1."""
+        """Return two flags, each 0 or 1: whether the save has failed on this rank, and whether it
+        is still in progress on this rank."""
         done = self._pending is None or self._written()
         return int(self._problem is not None), int(not done)
 
     def _written(self, timeout: float = 0.0) -> bool:
-        """Wait up to `timeout` seconds. Return whether this rank's part is done or has failed."""
+        """Wait up to `timeout` seconds, then return whether this rank's part of the save is done or
+        has failed."""
         assert self._pending is not None
         try:
             if self._problem is None and not self._gathered:
@@ -141,7 +145,7 @@ class Saver:
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
         """Wait for a save in progress to complete and for old checkpoints to be removed.
 
-        `failed_anywhere` returns whether its argument is true on any rank. `beat` is called
+        `failed_anywhere` takes a bool and returns whether it is True on any rank. `beat` is called
         periodically. Raises CheckpointError if the save fails.
         """
         while self._pending is not None:
@@ -154,10 +158,10 @@ class Saver:
         self._wait_for_removal()
 
     def advance(self) -> None:
-        """Continue a save once all ranks have finished their parts.
+        """Continue a save. Call this once all ranks have finished their parts.
 
-        After all tensors have been written, rank 0 seals the checkpoint and then removes old ones,
-        while training continues.
+        After all tensors have been written, rank 0 seals the checkpoint and then removes old
+        checkpoints; training continues meanwhile.
         """
         assert self._pending is not None
         if not self._gathered:
@@ -191,7 +195,8 @@ class Saver:
         return done
 
     def _retire(self) -> None:
-        """Remove old checkpoints (rank 0). A failure is retried after the next save."""
+        """Remove old checkpoints, on rank 0. If this fails, it is tried again after the next
+        save."""
         keep = self.config.checkpoint
         with self._retired:
             checkpoints.retire(
@@ -204,11 +209,11 @@ class Saver:
             retiring.result()
 
     def fail(self) -> None:
-        """Retry a failed save of the same state on every rank.
+        """Retry a failed save on every rank, with the same state.
 
-        After the last attempt, raises CheckpointError with the problems of all ranks. Saving a
-        nonfinite state is not retried. It is dropped with a warning, up to `REFUSALS - 1`
-        consecutive times, because the guard against bad losses may still rewind the run to an
+        After the last attempt, raises CheckpointError with the problems of all ranks. A state with
+        non-finite values is not saved again. Up to `REFUSALS - 1` consecutive times, such a save is
+        dropped with a warning, because the guard against bad losses may still rewind the run to an
         earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
@@ -226,7 +231,8 @@ class Saver:
             print(f"warning: step {self._meta['step']} could not be saved: {text}", flush=True)
 
     def _missed(self, text: str) -> None:
-        """Clean up after a failed attempt. Raises CheckpointError if it was the last one."""
+        """Clean up after a failed attempt to save. Raises CheckpointError if no attempts are
+        left."""
         self.abandon()
         if self._attempt == ATTEMPTS:
             raise self._error(text)

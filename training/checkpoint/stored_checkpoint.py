@@ -26,7 +26,7 @@ from training.data.order import Progress
 from training.errors import BrokenCheckpointError, InputError
 
 FORMAT: Final = 2
-"""Version of the checkpoint format. Bump it when older checkpoints become unreadable."""
+"""Version of the checkpoint format. Bump it when this code can no longer read older checkpoints."""
 
 
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
@@ -79,12 +79,12 @@ class RunMeta(Meta):
         if missing := {"data", "tokenizer"} - self.identity.keys():
             raise ValueError(f"identity lacks {' and '.join(sorted(missing))}")
         if self.progress.step != self.step:
-            raise ValueError(f"step must equal the step of progress, {self.progress.step}")
+            raise ValueError(f"step must equal progress.step = {self.progress.step}")
 
 
 @dataclass(frozen=True)
 class AveragedCheckpoints:
-    """Steps of a run whose weights were averaged, and the weight of each step."""
+    """The steps of a run whose weights were averaged, and each step's weight in the average."""
 
     steps: list[int]
     weights: list[float]
@@ -93,8 +93,8 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """Required entries of meta.json for averaged checkpoints. `progress` is that of the last
-    one."""
+    """Required entries of meta.json for averages of checkpoints. `progress` is that of the last
+    averaged checkpoint."""
 
     averaged: AveragedCheckpoints
     progress: Progress
@@ -161,9 +161,9 @@ def changed(folder: Path, name: str) -> str:
 
 
 class StoredTensors:
-    """Tensors stored in `folder`, saved on any layout.
+    """Reads the tensors stored in `folder`, which may have been saved on any layout.
 
-    `parallel.checkpoint.state` defines the keys. The constructor reads the index, `read_into` and
+    `parallel.checkpoint.state` defines the keys. The constructor reads the index; `read_into` and
     `read` read tensors. All three raise BrokenCheckpointError if the folder cannot be read.
     """
 
@@ -193,7 +193,8 @@ class StoredTensors:
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Read stored tensors into `targets`, by key. Shapes must match."""
+        """Read stored tensors into `targets`, which maps their keys to the tensors to fill. Shapes
+        must match."""
         missing = [key for key in targets if key not in self]
         if missing:
             raise BrokenCheckpointError(f"{self.folder} has no {named(missing)}")
@@ -209,8 +210,8 @@ class StoredTensors:
             raise broken(self.folder, error) from error
 
     def batches(self, keys: Iterable[str], max_bytes: int = 1 << 26) -> Iterator[list[str]]:
-        """Split `keys` into lists with at most `max_bytes` bytes of tensors, or a single larger
-        tensor.
+        """Split `keys` into lists, each with at most `max_bytes` bytes of tensors. A larger tensor
+        gets a list of its own.
 
         Reading several small tensors at once is faster. Raises BrokenCheckpointError if an index
         entry is invalid.
@@ -230,17 +231,17 @@ class StoredTensors:
             yield batch
 
     def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return the whole tensors for `keys`, on the CPU, in their stored dtype."""
+        """Return the full tensors for `keys` on the CPU, in the dtypes in which they are stored."""
         try:
             tensors = {key: self.empty(key) for key in keys}
-        except Exception as error:  # any invalid index entry
+        except Exception as error:  # invalid index entries raise various exceptions
             raise broken(self.folder, error) from error
         self.read_into(tensors)
         return tensors
 
 
 def named(keys: Collection[str]) -> str:
-    """Summarize tensor names by the first one and the number of others.
+    """Shorten a list of tensor names to its first name and the number of other names.
 
     Example: `weight/head (and 79 others)`.
     """
@@ -254,7 +255,8 @@ def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
 
 
 class CheckpointWeights:
-    """Parameters by name, assembled from the units of a checkpoint saved on any layout.
+    """Reads whole parameters by name, assembling them from the units in a checkpoint saved on any
+    layout.
 
     For PC layers, the parameter is PC(W), computed in float32 from the stored W, gamma, u and v.
     """
@@ -267,7 +269,7 @@ class CheckpointWeights:
         self._units = grouped(units, lambda unit: unit.parameter)
 
     def layouts(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape in which each parameter is viewed by its units.
+        """Return, for each parameter, the shape `view_shape` in which its units view it.
 
         Flattening all axes but the last gives the parameter's shape.
         """
@@ -279,7 +281,7 @@ class CheckpointWeights:
         return {k.removeprefix("buffer/"): tuple(self._stored.empty(k).shape) for k in keys}
 
     def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
-        """Return a whole float32 parameter `[*layout]`.
+        """Return the full parameter `name` in float32, with shape `layout`.
 
         Raises BrokenCheckpointError if a unit of the parameter is missing or its shape does not
         match.
@@ -308,7 +310,8 @@ class CheckpointWeights:
         return self._stored.read([key])[key].float().reshape(unit.shape)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a module buffer, or zeros `[*shape]` if it is not stored (an expert bias)."""
+        """Return the module buffer `name`. If it is not stored, as may be the case for an expert
+        bias, return zeros of shape `shape`."""
         key = f"buffer/{name}"
         if key not in self._stored:
             return torch.zeros(shape)

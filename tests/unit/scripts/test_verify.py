@@ -43,7 +43,7 @@ def test_everything_that_is_damaged_is_named(run_dir, capsys):
     printed = capsys.readouterr().out
     for said in (
         "__0_0.distcp has changed since it was written",
-        "folder's name must contain the step in meta.json, 2",
+        "folder's name must contain 2, the step in meta.json",
         "must name step_00000002, got",
         "1 damaged lines",
         "run must be a section, got 3",

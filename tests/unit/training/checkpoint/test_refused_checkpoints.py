@@ -81,7 +81,7 @@ def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished,
     (place / "step_00000004").rename(place / "step_00000099")
     before = hashes(run_dir)
     said = refusal(start(finished, run_dir))
-    wrong = "step_00000099: the folder's name must contain the step in meta.json, 4"
+    wrong = "step_00000099: the folder's name must contain 4, the step in meta.json"
     assert wrong in said and "--resume none" in said
     assert hashes(run_dir) == before
 
