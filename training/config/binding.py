@@ -37,11 +37,12 @@ BOUNDS: Final = {
     "multiple_of": "a multiple of {multiple_of}",
     "too_short": "nonempty",
 }
-"""Describe each bound, by pydantic's error type."""
+"""Maps the type of each pydantic error about a bound to a phrase that describes the bound."""
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Common rule names that do not resemble Spectrain's, mapped to Spectrain's."""
+"""Maps common names of rules to Spectrain's names, where these look too different to be
+suggested."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
@@ -50,7 +51,7 @@ NAMED_SECTIONS: Final = (
 
 
 class InvalidConfigError(ConfigError):
-    """Raised for an invalid config; `problems` has one line per problem."""
+    """Raised for an invalid config; `problems` contains one line for each problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -96,7 +97,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield the path and value of every section in a bound value."""
+    """Yield the path and value of every section in a value that has been bound."""
     if isinstance(value, Section):
         yield loc, value
         value = vars(value)
@@ -118,7 +119,8 @@ def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Sec
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
-    """Yield one line per problem in `error`, but only one in total for a list that is too short."""
+    """Yield one line for each problem in `error`. A list that is too short counts as one
+    problem."""
     for problem in error.errors(include_url=False):
         loc, name, value = problem["loc"], problem["type"], problem["input"]
         if name == "unexpected_keyword_argument":
@@ -139,7 +141,7 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
 
 
 RULE_SECTION: Final = "optimizer.rules"
-"""Parent of the rules' sections."""
+"""Section that contains one section per rule."""
 
 
 def _mismatch(kind: Any, path: str, value: object) -> str:
@@ -153,8 +155,8 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
 
 
 def _of_package(path: str, rule: object) -> str:
-    """Return a hint that packages can provide rules, for errors about an unknown rule or rule
-    section; "" for other keys."""
+    """Return a hint that packages can provide rules, to be added to errors about an unknown rule or
+    its section. For other keys, return ""."""
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
     if not names_rule and not path.startswith(f"{RULE_SECTION}."):
         return ""

@@ -13,10 +13,10 @@ from models.section import Check, named, problems
 from training.config.schema import Config, ParallelConfig
 
 NOT_LINEAR: Final = ("embedding", "head", "gain", "bias", "router", "shared_router")
-"""Roles other than the linear layers of a transformer block."""
+"""Roles that are not linear layers of a transformer block."""
 
 NOT_IN_A_LAYER: Final = ("embedding", "head", "gain", "bias")
-"""Roles other than the matrices of a transformer layer."""
+"""Roles that are not matrices of a transformer layer."""
 
 
 def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator[Check]:
@@ -46,7 +46,7 @@ def run_checks(config: Config) -> Iterator[Check]:
     flash = config.model.attention_kernel != "auto"
     rule = "requires model.attention_backend transformer_engine"
     yield "train.fp8", sdpa and train.fp8 is not None, rule
-    rule = "requires model.attention_backend sdpa, because Transformer Engine fuses these itself"
+    rule = "requires model.attention_backend sdpa: Transformer Engine fuses these operations itself"
     yield "train.compile", not sdpa and train.compile not in (None, "auto"), rule
     rule = "requires train.precision bf16"
     yield "model.attention_kernel", flash and train.precision != "bf16", rule
@@ -82,7 +82,8 @@ def roles_of(config: Config) -> list[str]:
 
 
 def length_checks(config: Config) -> Iterator[Check]:
-    """Check that the schedule fits the run length and text samples fit the sequence length."""
+    """Check that the schedule fits the run length, and that text samples fit the sequence
+    length."""
     steps, length = config.train.steps, config.train.sequence_length
     warmup, schedule = config.schedule.warmup_steps, config.schedule
     total = schedule.length(config.train)
@@ -107,7 +108,7 @@ def phase_checks(config: Config) -> Iterator[Check]:
         key = f"data.phases[{i}].{phase.beginning}"
         yield key, phase.with_decay and kind != "wsd", f"requires schedule.kind wsd, got {kind}"
         rule = (
-            f"must start the phase after step {before:,}, the start of the previous phase, and "
+            f"must start the phase after the start of the previous one (step {before:,}) and "
             f"before train.steps = {steps:,}, got step {start:,}"
         )
         yield key, not before < start < steps, rule
@@ -136,7 +137,8 @@ def pc_checks(config: Config) -> Iterator[Check]:
 
 
 def _owners(config: Config, reason: str) -> Check:
-    """Check that `optimizer.distributed.tensor_mode` is owner, as required by `reason`."""
+    """Check that `optimizer.distributed.tensor_mode` is owner; `reason` names the setting that
+    requires it."""
     key = "optimizer.distributed.tensor_mode"
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 
@@ -183,7 +185,8 @@ def layout_checks(config: Config) -> Iterator[Check]:
 
 
 def _stages(config: Config) -> Check:
-    """Check that the layers divide evenly among pipeline stages without a configured size."""
+    """Check that the remaining layers divide evenly among the pipeline stages whose number of
+    layers is not configured."""
     parallel, layers = config.parallel, config.model.layers
     keys = ("first_stage_layers", "last_stage_layers")
     sizes = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
@@ -194,8 +197,8 @@ def _stages(config: Config) -> Check:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
     stages = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items())
     rule = (
-        f"must leave the other {others} stages an equal number of layers, at least one each, "
-        f"with {stages}"
+        f"must leave the other {others} stages with at least one layer each, and the same number "
+        f"for all of them, given {stages}"
     )
     return "model.layers", rest < others or rest % others, rule
 
@@ -214,8 +217,8 @@ def world(config: Config, world_size: int, step: int, tokens: int) -> Iterator[s
 
 
 def fits(config: Config, world_size: int, **train: int) -> bool:
-    """Return whether `config` can run on `world_size` ranks with the overrides `train` in section
-    train."""
+    """Return whether `config` can run on `world_size` ranks. The arguments `train` override keys of
+    its section `train`."""
     changed = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
     return holds(world_checks(changed, world_size))
 
@@ -270,8 +273,8 @@ def _nearest(legal: list[int], number: int) -> list[int]:
 def world_checks(
     config: Config, world_size: int, step: int = 0, tokens: int = 0
 ) -> Iterator[Check]:
-    """Check the layout and batch sizes on `world_size` ranks. Of a batch ramp, only the stages left
-    after `step` steps and `tokens` tokens are checked."""
+    """Check the layout and batch sizes on `world_size` ranks. If there is a batch ramp, only the
+    stages that remain after `step` steps and `tokens` tokens are checked."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
     missing = profile is not None and max(profile.ranks) >= world_size

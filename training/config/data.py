@@ -63,7 +63,7 @@ class TrainSet(TokenFiles):
     """A training set in the blend."""
 
     weight: AtLeast0 = 1.0
-    """Weight of the set in the blend, relative to the other sets' weights; 0 for a set used only in
+    """Weight of the set in the blend, relative to other sets' weights; 0 for a set used only in
     later phases."""
 
 
@@ -79,13 +79,12 @@ class DataConfig(Section):
     the data manifest."""
     mock: bool = False
     """Train on random tokens, in documents of 1,024 tokens on average, instead of reading files.
-    The sets keep their names and weights; if none are configured, a single set named `mock` is
-    used."""
+    The sets keep their names and weights; if none are configured, a set named `mock` is used."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Number of data loading processes per rank; 0 = load samples in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
     """Data to verify against the hashes in the manifest. none: nothing; sample: the tokenizer, the
-    index and 64 blocks of tokens at startup, every other block on first use; full: all data at
+    index and 64 blocks of tokens at startup, all other blocks on first use; full: all data at
     startup. In any case, tokenizers, manifests and token files must match across ranks; for sets
     over 256 MiB, ranks compare only 64 blocks of 4 KiB."""
     document_mask: bool = False

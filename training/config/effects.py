@@ -46,8 +46,8 @@ def _decays(config: Config) -> Iterator[str]:
 
 
 def _never(config: Config) -> Iterator[str]:
-    """Yield a message for each setting that would only take effect after `train.steps` or after a
-    timeout."""
+    """Yield a message for each setting that would only take effect after step `train.steps` or
+    after a timeout that ends the run."""
     train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
     every = checkpoint.keep_every if checkpoint.interval and checkpoint.keep_last else None
     validated = config.data.validation or config.data.mock
@@ -72,7 +72,7 @@ def _never(config: Config) -> Iterator[str]:
     if hang is not None and hang > limit and hang != type(config.watchdog).hang_seconds:
         yield (
             f"watchdog.hang_seconds = {hang:g} has no effect with parallel.timeout_seconds = "
-            f"{2 * limit:g}, half of which is used instead"
+            f"{2 * limit:g}: half of that timeout is used instead"
         )
     if schedule.kind == "wsd" and not schedule.cooldown_steps(schedule.length(train)):
         yield (
@@ -82,7 +82,8 @@ def _never(config: Config) -> Iterator[str]:
 
 
 def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]]:
-    """Yield a section path, some of its keys, whether they have no effect, and why."""
+    """Yield (path of a section, some of its keys, whether these keys have no effect, reason)
+    tuples."""
     kind, monitors, samples = config.schedule.kind, config.monitors, config.validation
     yield "schedule", ("cooldown_fraction",), kind != "wsd", f"with schedule.kind {kind}"
     yield "schedule", ("min_ratio",), kind == "constant", f"with schedule.kind {kind}"

@@ -46,9 +46,10 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
 
 
 def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()) -> Iterator[str]:
-    """Yield the lines of a section: its heading (a row if nested), keys and subsections.
+    """Yield the lines of a section: its heading (a table row if the section is nested), its keys
+    and its subsections.
 
-    Rows in `omitted` are skipped because they are listed once for several sections.
+    Rows in `omitted` are skipped, because they are listed elsewhere for several sections at once.
     """
     types = types_of(kind)
     children = {name: child for name, inner in types.items() if (child := nested(inner))}
@@ -90,7 +91,8 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _shared(kinds: Mapping[str, type]) -> dict[Row, list[str]]:
-    """Map each row shared by several of the sections `kinds` to the names of these sections."""
+    """Map each row that several of the sections `kinds` have in common to the names of these
+    sections."""
     names: dict[Row, list[str]] = {}
     for name, kind in kinds.items():
         for row in _rows(kind):
@@ -115,7 +117,7 @@ def manual() -> str:
 MANUAL_HEAD: Final = """\
 # Configuration
 
-This page lists every key in a run config, which is a YAML file. `base: other.yaml` inherits from
+This page lists every key in a run config, a YAML file. `base: other.yaml` inherits from
 another config; `base` can also be a list of files. Base paths are relative to the file containing
 `base`. Sections are merged; lists and scalars are replaced. `key=value` arguments after `--config
 FILE` override the files. `${section.key}` expands to the value of another key. In keys that hold

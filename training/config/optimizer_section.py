@@ -16,7 +16,8 @@ from training.config.binding import InvalidConfigError
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
 GROUPS: Final[tuple[Group, ...]] = get_args(Group)
-"""Subsections of `optimizer` that set a learning rate, which is logged under the group's name."""
+"""Subsections of `optimizer` that configure parameter groups. Metrics log each group's learning
+rate under its name."""
 
 ROUTERS: Final = ("router", "shared_router")
 """Roles of router matrices. They default to AdamW; SSO's published code uses SSO for them."""
@@ -36,7 +37,8 @@ LARGEST_OF_RULES: Final = 1000
 
 
 def bounded(rule: Rule) -> Rule:
-    """Return `rule`. Raise ValueError if a setting is so large that a step would never finish."""
+    """Return `rule`. Raise ValueError if one of its settings is so large that a step would never
+    finish."""
     sizes = {key: abs(x) for key, x in vars(rule).items() if isinstance(x, int | float)}
     limit = f"must be at most {LARGEST_OF_RULES}"
     too_large = ((key, size > LARGEST_OF_RULES, limit) for key, size in sizes.items())
@@ -90,8 +92,8 @@ class RoleConfig(Section):
     weight_decay: AtLeast0 | None = None
     """Decoupled weight decay; null = the group's."""
     radius_scaler: Positive | None = None
-    """Multiplier for the radius of updates and initial weights; null = the rule's radius_scaler for
-    updates, and the one in model.init for initial weights."""
+    """Multiplier for the radius of updates and initial weights; null = the radius_scaler of the
+    rule for updates, and that of model.init for initial weights."""
 
 
 class DistributedConfig(Section):
@@ -101,17 +103,17 @@ class DistributedConfig(Section):
     """
 
     placement: Strategy = "auto"
-    """Assignment of matrices to owner ranks. ping_pong: in order of ascending size, to ranks in
-    ascending and then descending order, as in the SSO paper; auto: balance the load and minimize
-    communication."""
+    """Assignment of matrices to owner ranks. ping_pong: deal out matrices by ascending size to
+    ranks in ascending, then descending order, as in the SSO paper; auto: balance the load and
+    minimize communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
     """How to update matrices split by tensor parallelism. owner: one rank updates the whole matrix;
     shardwise: each rank updates its shard as if it were a whole matrix, which changes the result.
     """
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Number of step groups. Buckets are updated group by group; a group's new weights are gathered
-    while the next group is updated. null = the fewest groups of at most 2^27 elements per rank,
-    capped at four."""
+    while the next group is updated. null = enough to keep each group within 2^27 elements per rank,
+    but at most four."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Dtype in which ranks exchange the momentum and updates of split matrices; null =
     train.precision."""
@@ -183,7 +185,7 @@ class OptimizerConfig(Section):
         return replace(rule, radius_scaler=scaler)
 
     def radius_scalers(self) -> dict[str, float]:
-        """Return the radius scalers set in `roles`, by role."""
+        """Return the radius scalers that `roles` sets, keyed by role."""
         scalers = {role: overrides.radius_scaler for role, overrides in self.roles.items()}
         return {role: scaler for role, scaler in scalers.items() if scaler is not None}
 
@@ -193,7 +195,7 @@ class OptimizerConfig(Section):
             rule = self.settings_for(role).rule
             key = f"roles.{role}.rule" if role in self.roles else "scalar.rule"
             kind = "gains" if role == "gain" else "biases"
-            problem = f"must be an elementwise rule, because {kind} are vectors, got {rule!r}"
+            problem = f"must be an elementwise rule, got {rule!r}: {kind} are vectors"
             yield key, RULES[rule].whole_matrix, problem
         groups = {name: getattr(self, name) for name in GROUPS}
         roles = {f"roles.{role}": self.settings_for(role) for role in self.roles}
@@ -205,7 +207,7 @@ class OptimizerConfig(Section):
             yield key, decay_rule, str(decay_rule).removeprefix("weight_decay ")
         for role, scaler in self.radius_scalers().items():
             rule = self.settings_for(role).rule
-            problem = f"must be null with rule {rule}, which has no radius, got {scaler}"
+            problem = f"must be null with rule {rule}, got {scaler}: the rule has no radius"
             wrong = not isinstance(self.rule(rule), RadiusRule)
             yield f"roles.{role}.radius_scaler", wrong, problem
         for name in RULES if self.distributed.cuda_graph else ():
@@ -218,7 +220,7 @@ class OptimizerConfig(Section):
 
 
 def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Drop obsolete keys, which never affected results, from a saved config."""
+    """Drop obsolete keys from a saved config. These keys never affected results."""
     match content:
         case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
             return {**content, "optimizer": {**sections, "distributed": others}}
@@ -226,7 +228,7 @@ def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Drop the settings of rules that are neither used nor installed from a saved config.
+    """Drop from a saved config the settings of rules that are neither used nor installed.
 
     Raises MissingRuleError if a rule in use is not installed.
     """

@@ -121,8 +121,8 @@ class SpikeConfig(Section):
     """Number of past losses used to compute the mean and standard deviation; the first `window`
     losses of a run never count as spikes."""
     rewinds: Whole = 0
-    """Number of times the run may rewind to its last checkpoint and skip the offending samples,
-    instead of ending, after too many skipped steps."""
+    """After too many skipped steps, rewind to the last checkpoint and skip the offending samples
+    instead of ending the run, at most this many times."""
 
 
 class GramPenaltyConfig(Section):
@@ -221,8 +221,7 @@ class ProfileConfig(Section):
     """Steps and ranks to profile."""
 
     first: Count
-    """First step to profile, counted from 1. The first few steps of a run are slower than the
-    rest."""
+    """First step to profile, counted from 1. A run's first few steps are slower than the rest."""
     steps: Count = 3
     """Number of steps to profile; for a large model, a trace takes tens of MB per step."""
     ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
@@ -343,8 +342,7 @@ LARGE_WIDTH: Final = 1024
 def with_paper_choices(config: Config) -> Config:
     """Replace nulls in `pc` and `gram_penalty` with the papers' choices.
 
-    These choices are thus recorded in the run's saved config. A level that has no effect is set to
-    null.
+    The run's saved config thus records these choices. A PC level that has no effect is set to null.
     """
     pc, penalty, optimizer = config.pc, config.gram_penalty, config.optimizer
     if pc is not None:

@@ -37,9 +37,11 @@ ENVIRONMENT_KEYS: Final = ("run.dir", "data.tokenizer", "data.*.path", "checkpoi
 LARGEST: Final = 1 << 18
 """Maximum size of a config file, in bytes."""
 MOST_VALUES: Final = 100_000
-"""Maximum number of values in a config file; an alias counts all of its values at each use."""
+"""Maximum number of values in a config file; each use of an alias counts all values it refers
+to."""
 MOST_FILES: Final = 64
-"""Maximum number of files in a config; a shared base counts at each use."""
+"""Maximum number of files in a config; a base shared by several files counts once for each of
+them."""
 
 _RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
 _OLD_NUMBER: Final = re.compile(
@@ -47,7 +49,7 @@ _OLD_NUMBER: Final = re.compile(
     r"|(?=\.?[0-9].*_)[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?)"
 )
 _SCALARS: Final = (":bool", ":int", ":float", ":timestamp")
-"""Tag suffixes of scalar values."""
+"""Suffixes of the YAML tags of scalar values."""
 _NUMBER: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 """Literals such as 1e5, which OmegaConf reads as a number but YAML 1.1 may read as a string."""
 _TOO_SMALL: Final = re.compile(r"[-+]?(?=[0.]*[1-9])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]-[0-9]+")
@@ -157,9 +159,9 @@ def check_not_read(path: Path, option: str, output: Path) -> None:
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return where the value of key `names` (outermost first) is set, as `FILE, line N` or `the
-    override KEY=VALUE`, or None if no source sets it to anything but null. `path` and `overrides`
-    are as in `read_merged`."""
+    """Return the place that sets the key `names` (outermost name first): `FILE, line N` or `the
+    override KEY=VALUE`. Return None if every source either omits the key or sets it to null. `path`
+    and `overrides` are as in `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
@@ -329,7 +331,7 @@ def _checked(text: str) -> yaml.Node | None:
     10."""
     root = yaml.compose(text, _SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
-    for node in nodes:  # grows while iterating, forever if an alias contains itself
+    for node in nodes:  # grows during the loop, and without end if an alias contains itself
         if len(nodes) > MOST_VALUES:
             raise yaml.YAMLError(f"aliases must not expand to more than {MOST_VALUES} values")
         scalar = node.tag.endswith(_SCALARS)
@@ -351,7 +353,7 @@ def _checked(text: str) -> yaml.Node | None:
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:
-                continue  # no explicit tag: 2024-31-12, for example, is a string
+                continue  # has no explicit tag: 2024-31-12, for example, is a string
             try:
                 loader.construct_object(node)
             except (AttributeError, LookupError) as error:  # e.g. for !!bool foo

@@ -233,7 +233,7 @@ WRONG = [
     (
         ["[{batch: 8, until_steps: 3}]"],
         None,
-        "[0].batch must be below global_batch = 8, because batch sizes must grow",
+        "[0].batch must be below global_batch = 8, got 8: batch sizes must grow",
     ),
     (
         ["[{batch: 4, until_steps: 9}, {batch: 2, until_steps: 12}]"],
