@@ -33,8 +33,8 @@ def training_batches(
 ) -> Iterator[torch.Tensor]:
     """Return an infinite iterator over this rank's micro-batches, starting after `progress`.
 
-    A micro-batch is int64 `[micro_batch, sequence_length + 1]`, or includes document borders as in
-    `training_loader`.
+    A micro-batch is int64 `[micro_batch, sequence_length + 1]`. With document borders, it has the
+    shape given in `training_loader`.
     """
     sampler = GlobalBatchSampler(
         consumed=progress.sample,
@@ -50,7 +50,8 @@ def training_batches(
 
 
 def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield `batches`, stripping the worker's traceback from the message of a DataError."""
+    """Yield `batches`. If a worker raises a DataError, strip the worker's traceback from its
+    message."""
     try:
         yield from batches
     except DataError as error:
@@ -60,7 +61,7 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatchSampler:
-    """Sampler for one data-parallel rank that yields micro-batches of sample indices indefinitely.
+    """Yields one data-parallel rank's micro-batches, as lists of sample indices, without end.
 
     Global batch n starts at sample `consumed + n * global_batch`, shifted past any samples in
     `left_out` that it would contain. Rank r reads the r-th part of each global batch and splits it
@@ -95,8 +96,8 @@ def training_loader(
     To resume, pass a sampler whose `consumed` is the number of samples used so far.
 
     Args:
-        workers: number of prefetching processes, which does not affect the batch order; with 0,
-            batches are loaded in this process.
+        workers: number of prefetching processes; 0 loads batches in this process. It does not
+            affect the order of batches.
 
     Raises:
         ConfigError: shared memory is too small for the batches prefetched by `workers`.
@@ -156,7 +157,8 @@ def as_batch(
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy `tensor` to the device; to a GPU, the copy is from pinned memory and non-blocking."""
+    """Copy `tensor` to the device. A copy to a GPU uses pinned memory and does not block the
+    host."""
     if device.type == "cuda" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

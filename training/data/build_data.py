@@ -39,7 +39,8 @@ MOCK_SAMPLES = 64
 
 
 def data_manifest(config: Config) -> Manifest | None:
-    """Return the manifest in the folder of the first training set, or None if there is none."""
+    """Return the manifest in the folder of the first training set, or None if there is no
+    manifest."""
     if not config.data.train:
         return None
     folder = Path(next(iter(config.data.train.values())).path).parent
@@ -47,15 +48,16 @@ def data_manifest(config: Config) -> Manifest | None:
 
 
 def tokenizer_path(config: Config) -> Path | None:
-    """Return the tokenizer.json set in the config or else in the data manifest, or None."""
+    """Return the path of the tokenizer.json named in the config or, failing that, in the data
+    manifest. Return None if neither names one."""
     source = config.data.tokenizer or data_manifest(config)
     return None if source is None else tokenizer_file(source)
 
 
 def needed_tokenizer(config: Config, key: str) -> Path:
-    """Return the data's tokenizer.json, which is required by the config key `key`.
+    """Return the path of the data's tokenizer.json. `key` is the config key that requires it.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there is no tokenizer.json.
     """
     path = tokenizer_path(config)
     if path is None:
@@ -128,8 +130,9 @@ def build_data(
 ) -> tuple[TrainingData, list[ValidationData]]:
     """Open the training data and validation sets, and check them against the vocabulary.
 
-    `share` is (rank, size) among the ranks that split a full verification. Raises DataError if a
-    file is missing, corrupt or too short, or contains out-of-vocabulary token ids.
+    With `data.verify` full, ranks split the work, and `share` is (index of this rank, number of
+    ranks). Raises DataError if a file is missing, corrupt or too short, or contains
+    out-of-vocabulary token ids.
     """
     assert config.model.vocab_size is not None  # `with_vocabulary` has set it
     data, samples = config.data, config.validation.samples
@@ -194,12 +197,13 @@ def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]
         for place, entry in entries.items()
         if entry is not None
         for name, value in asdict(entry).items()
-        if name not in ("source", "inputs")  # may be long, and differences are harmless
+        if name not in ("source", "inputs")  # these may be long, and may differ without harm
     }
 
 
 def check_tokenizers(data: DataConfig) -> None:
-    """Raise DataError unless all sets, and `data.tokenizer` if set, use the same tokenizer."""
+    """Raise DataError unless all sets use the same tokenizer, which must be `data.tokenizer` if
+    that key is set."""
     sections = (data.train, data.validation)
     sets = [(name, each.path) for section in sections for name, each in section.items()]
     check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
@@ -215,7 +219,8 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) -> str | None:
     """Return a message listing the sets that `data.verify` cannot check because no manifest has
-    their hashes, or None if there are none. `sets` maps each kind to its opened sets."""
+    their hashes, or None if there are no such sets. `sets` maps `train` and `validation` to their
+    opened sets."""
     if data.mock or data.verify == "none":
         return None
     names = [
@@ -230,7 +235,7 @@ def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) ->
 
 
 def missing_files(config: Config) -> Iterator[str]:
-    """Yield a message listing missing set, tokenizer and task files, if any."""
+    """If files of sets, tokenizers or tasks are missing, yield a message that lists them."""
     data = config.data
     if data.mock:
         return
@@ -277,7 +282,8 @@ def named(open_set: OpenSet, kind: str) -> OpenSet:
 
 
 def with_mock_sets(data: DataConfig) -> DataConfig:
-    """Return `data` with a mock set added to `train` and `validation` where they are empty."""
+    """Return `data` with a mock training set if it has no training sets, and a mock validation set
+    if it has no validation sets."""
     return replace(
         data,
         train=data.train or {"mock": TrainSet(path="mock")},

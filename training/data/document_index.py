@@ -21,11 +21,13 @@ STEP: Final = 1 << 20
 """Number of documents held in memory at a time."""
 
 Lengths = Callable[[int, int], NDArray[np.integer]]
-"""Function that maps (first, count) to the lengths of `count` documents starting at `first`."""
+"""Function of (first, count) that returns the lengths of `count` documents, starting with document
+`first`."""
 
 
 def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> None:
-    """Write an index of `documents` single-sequence documents with tokens of type `dtype`."""
+    """Write the index of a token file with `documents` documents of one sequence each. Tokens are
+    of type `dtype`."""
     width = np.dtype(dtype).itemsize
     blocks = [(first, min(STEP, documents - first)) for first in range(0, documents, STEP)]
     with path.open("wb") as file:
@@ -58,7 +60,8 @@ class DocumentIndex:
     itemsize: int
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the document starts within tokens `start` to `stop`, in ascending order."""
+        """Return the positions in `start` to `stop` - 1 at which documents start, in ascending
+        order."""
         ends = np.array([start, stop], dtype=np.int64) * self.itemsize
         first, last = np.searchsorted(self.borders, np.searchsorted(self.places, ends))
         return np.unique(self.places[self.borders[first:last]]) // self.itemsize
@@ -98,7 +101,7 @@ class Borders:
 
     @property
     def needed(self) -> bool:
-        """Whether batches must include the borders."""
+        """Whether batches must include the document borders."""
         return self.mask or not self.first_token_loss
 
 

@@ -1,7 +1,9 @@
-"""Hashes of whole files, and of a token file's blocks, which are verified on first use.
+"""Hashes of whole files and of the blocks of token files. Blocks are verified when they are first
+used.
 
-NAME.blocks stores a 16-byte BLAKE2b hash for each 64 KiB block of NAME.bin, 0.02% of its size. A
-hash of the whole file would be just as safe, but verifying it would require reading the whole file.
+NAME.blocks stores a 16-byte BLAKE2b hash for each 64 KiB block of NAME.bin, so its size is 0.02% of
+that of NAME.bin. A hash of the whole file would be just as safe, but verifying it would require
+reading the whole file.
 """
 
 import hashlib
@@ -71,7 +73,7 @@ class BlockHashes:
         self.check(range(start // BLOCK, -(-stop // BLOCK)))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Verify those of `blocks` that have not been verified yet."""
+        """Verify `blocks`, skipping blocks that have already been verified."""
         for block in blocks:
             if self._seen[block]:
                 continue

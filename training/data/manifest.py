@@ -154,8 +154,8 @@ def shared_text(
     to path prefixes.
 
     Two sets contain the same text if they are the same file, or if their manifests list equal
-    tokens or a common input. A training set and its held-out split share inputs but no documents,
-    so they are not reported.
+    hashes of tokens or an input that both have in common. A training set and its held-out split
+    share inputs but no documents, so they are not reported.
     """
     kinds = {"training set": train, "validation set": validation}
     sets = [

@@ -188,9 +188,9 @@ def repeats(epochs: Mapping[str, float]) -> str | None:
 class Blend:
     """Interleaving of several sets: a repeating pattern of `BLEND_PERIOD` samples.
 
-    Samples from each set are evenly spaced: the i-th of q samples is at (i + 1/2) / q of the
-    pattern. After any k samples, the number of samples from a set with share w is within
-    (1 + w * sets) / 2 of w * k.
+    Samples from each set are evenly spaced: the i-th of the q samples from a set is placed at the
+    fraction (i + 1/2) / q of the pattern. After any k samples, the number of samples from a set
+    with share w is within (1 + w * sets) / 2 of w * k.
     """
 
     quotas: NDArray[np.int64]  # `[sets]`, samples per set in one period
@@ -198,13 +198,14 @@ class Blend:
     rank: NDArray[np.int32]  # `[period]`, number of earlier samples from the same set
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return the set `sample` is drawn from, and the number of earlier samples from it."""
+        """Return the index of the set from which `sample` is drawn, and the number of earlier
+        samples from this set."""
         period, offset = divmod(sample, len(self.choice))
         chosen = int(self.choice[offset])
         return chosen, period * int(self.quotas[chosen]) + int(self.rank[offset])
 
     def used(self, samples: int) -> NDArray[np.int64]:
-        """Return the number of samples from each set among the first `samples`, `[sets]`."""
+        """Return how many of the first `samples` samples are drawn from each set, `[sets]`."""
         periods, rest = divmod(samples, len(self.choice))
         partial = np.bincount(self.choice[:rest], minlength=len(self.quotas))
         return periods * self.quotas + partial
@@ -237,8 +238,9 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
 class TrainingData(Dataset[Tensor]):
     """All samples of a run: `data[k]` is sample k, for any k >= 0.
 
-    A sample is int64 `[sequence_length + 1]`, or includes borders as in `TokenSet.sample`. A run
-    with several mixtures has one object per mixture; `at` returns the object for a given step.
+    A sample is int64 `[sequence_length + 1]`. With document borders, it has the shape given in
+    `TokenSet.sample`. A run with several mixtures has one object per mixture; `at` returns the
+    object for a given step.
 
     Args:
         sets: a (name, prefix, weight) triple per set, in any order. A weight may be 0 if the set
@@ -286,8 +288,8 @@ class TrainingData(Dataset[Tensor]):
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return a copy with the same sets and weights for `phase`, which starts at sample
-        `data[phase.sample]`."""
+        """Return a copy with the same sets and weights, whose samples are those of `phase`. The
+        first of them is `data[phase.sample]`."""
         data = copy.copy(self)
         data.phase = phase
         return data
@@ -297,7 +299,8 @@ class TrainingData(Dataset[Tensor]):
         return torch.from_numpy(self.sets[chosen].sample(window, self.borders))
 
     def source(self, sample: int) -> tuple[int, int]:
-        """Return the (index in `sets`, window) a sample of this phase is read from."""
+        """Return the index in `sets` of the set from which a sample of this phase is read, and the
+        index of its window in that set."""
         chosen, earlier = self.blend.locate(sample - self.phase.sample)
         token_set = self.sets[chosen]
         before = self.phase.tokens(token_set.name) // self.sequence_length
@@ -305,8 +308,8 @@ class TrainingData(Dataset[Tensor]):
         return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[index]
 
     def read(self, samples: int) -> dict[str, SetCount]:
-        """Return the per-set counts over the first `samples` samples of a run. The last of these
-        samples must be in this phase."""
+        """Return the number of samples and tokens read from each set in the first `samples` samples
+        of a run. The last of these samples must be in this phase."""
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):
@@ -335,7 +338,8 @@ class TrainingData(Dataset[Tensor]):
         return {each.name: share for each, share in zip(self.sets, shares, strict=True)}
 
     def describe(self, counts: Counts) -> list[SetUse]:
-        """Describe how each set is used in a run with the given counts, sorted by name."""
+        """Describe how each set is used in a run that has read the given counts. Sets are sorted by
+        name."""
         uses, shares = [], self.shares
         for each in self.all_sets:
             count = counts.get(each.name, UNREAD)
@@ -345,8 +349,8 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the length L such that documents that all have length L would give the same mean
-        number of keys per token as this mixture.
+        """Return the attended length L of this mixture: in documents of length L, a token attends
+        to as many keys on average as in this mixture.
 
         If attention crosses document borders, L is the window length.
         """
@@ -362,7 +366,7 @@ class TrainingData(Dataset[Tensor]):
 
     def fingerprint(self) -> str:
         """Return a SHA-256 digest of everything that determines a phase's samples, except the
-        per-set counts. It is independent of paths."""
+        per-set counts at its start. The digest does not depend on paths."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

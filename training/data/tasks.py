@@ -44,7 +44,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of a context followed by a choice, which is the last `scored` tokens."""
+    """Tokens of a context followed by those of a choice. The last `scored` tokens are the
+    choice."""
 
     tokens: list[int]
     scored: int
@@ -70,7 +71,7 @@ class Task:
 
     @property
     def chance(self) -> float:
-        """Expected accuracy of random guessing."""
+        """Expected accuracy of a random guess in every example."""
         return sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
 
     @property
@@ -192,7 +193,8 @@ def read_task(
 def _requests(
     example: Example, tokenizer: Tokenizer, end_token: int | None, where: str
 ) -> Iterator[Request]:
-    """Yield a request per choice, split as in lm-eval's `loglikelihood` but not yet truncated."""
+    """Yield one request per choice, not yet truncated. Context and choice are separated as in
+    lm-eval's `loglikelihood`."""
     context = example.context.rstrip()
     spaces = example.context[len(context) :]
     texts = [spaces + DELIMITER + choice for choice in example.choices]
@@ -216,7 +218,8 @@ def _requests(
 
 
 def made_task(name: str, *, window: int, vocab_size: int) -> Task:
-    """Generate a task of random tokens with lengths up to the window, identical on all ranks."""
+    """Generate a task of random tokens, with sequences of up to `window` + 1 tokens. The task is
+    identical on all ranks."""
     generator = np.random.default_rng(0)
     lengths = np.linspace(2, window + 1, MOCK_EXAMPLES * MOCK_CHOICES).astype(int)
     requests = [

@@ -25,9 +25,9 @@ BYTE_ALPHABET = frozenset(
     [chr(code) for code in _PRINTABLE] + [chr(0x100 + i) for i in range(256 - len(_PRINTABLE))]
 )
 AFFIXES: Final = ("continuing_subword_prefix", "end_of_word_suffix")
-"""BPE settings that add characters to tokens that are not in the text."""
+"""BPE settings that make tokens longer than the text they stand for."""
 CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
-"""Pre-tokenizers that only split text without dropping characters, unless `behavior` is Removed."""
+"""Pre-tokenizers that split text and drop no characters (unless their `behavior` is Removed)."""
 LARGEST_ID: Final = 1 << 24
 
 
@@ -66,7 +66,8 @@ def vocabulary_size(source: str | Path) -> int:
 
 
 def tokenizer_file(source: Manifest | str | Path) -> Path:
-    """Return the path to the tokenizer.json of a manifest, in a folder, or at the given path."""
+    """Return the path of a tokenizer.json. `source` is a manifest, the folder of the file, or its
+    path."""
     path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
     return path / "tokenizer.json" if path.is_dir() else path
 
@@ -116,7 +117,8 @@ def decoded_bytes(
 
     Args:
         tokenizer: the tokenizer that produced the tokens.
-        documents: for each document, its first tokens, and how many of these not to count.
+        documents: a (tokens, skipped) pair per document: tokens from its start on, and how many of
+            the first ones not to count.
     """
     size = 0
     for tokens, before in documents:

@@ -50,9 +50,10 @@ class TokenSet:
         sequence_length: number of tokens predicted per window.
         vocab_size: exclusive upper bound on token ids in windows; None disables the check.
         verify: what to verify against the hashes in the folder's manifest. none: nothing; sample:
-            the index and 64 blocks of tokens up front, every other block on first use; full:
+            the index and 64 blocks of tokens up front, all other blocks on first use; full:
             everything up front.
-        share: (rank, size) among the ranks that split the blocks of `full`.
+        share: (this rank's index, number of ranks) for the ranks among which `full` splits the
+            blocks.
 
     Raises:
         DataError: a file is missing, truncated, corrupt or does not match the manifest, or there is
@@ -104,7 +105,8 @@ class TokenSet:
         return np.stack([window, first_tokens(starts, len(window))])
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the document starts within tokens `start` to `stop`, in ascending order."""
+        """Return the positions in `start` to `stop` - 1 at which documents start, in ascending
+        order."""
         return self._documents.starts(start, stop)
 
     @cached_property
@@ -122,8 +124,8 @@ class TokenSet:
             raise DataError(f"set {self.name}: {self.prefix}.idx is corrupt: {error}") from error
 
     def check_documents(self, borders: Borders) -> None:
-        """Raise DataError if the index has fewer than two documents, or if every document is a
-        single token and first tokens are excluded from the loss."""
+        """Raise DataError if the index has fewer than two documents. If first tokens are excluded
+        from the loss, also raise it if every document is a single token."""
         documents = self.documents()
         if documents < 2:
             raise DataError(
@@ -139,8 +141,8 @@ class TokenSet:
 
     @cached_property
     def attended_length(self) -> float:
-        """Document length that, if shared by all documents, would give the same mean number of keys
-        per token as this set. The mean is measured over evenly spaced windows."""
+        """Length L such that in documents of length L, a token attends to as many keys on average
+        as in this set. The mean is measured over evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -163,9 +165,10 @@ class TokenSet:
         return tokens
 
     def _stored(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return tokens from the file after verifying their blocks, without checking the ids."""
+        """Verify the blocks that contain the tokens, and return the tokens without checking their
+        ids."""
         size = self._dtype.itemsize
-        available = os.path.getsize(self.prefix + ".bin")  # reading past the end is fatal
+        available = os.path.getsize(self.prefix + ".bin")  # a read past the end kills the process
         if available < (start + count) * size:
             raise DataError(
                 f"set {self.name}: {self.prefix}.bin was truncated to {available} bytes while in "
@@ -223,8 +226,8 @@ class TokenSet:
         return None if self.entry is None else self.entry.sha256.get("bin")
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
-        """Verify the parts selected by `verify`. Return the block hashes, or None if there are
-        none."""
+        """Verify the files and blocks selected by `verify`. Return the block hashes, or None if the
+        set has none."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
@@ -251,16 +254,18 @@ class TokenSet:
         return hashes
 
     def max_token(self) -> int:
-        """Return the largest token id, from the manifest or else found by a scan of the set."""
+        """Return the largest token id: the one listed in the manifest or, without a manifest, the
+        one found by scanning the set."""
         return self._scanned[1] if self.entry is None else self.entry.max_token
 
     def min_token(self) -> int:
-        """Return the smallest token id: 0 with a manifest, otherwise found by a scan of the set."""
+        """Return the smallest token id: 0 with a manifest; without one, the one found by scanning
+        the set."""
         return self._scanned[0] if self.entry is None else 0
 
     @cached_property
     def _scanned(self) -> tuple[int, int]:
-        """Smallest (at most 0) and largest token id."""
+        """Smallest token id, or 0 if all ids are positive, and largest token id."""
         smallest, largest = 0, 0
         for first in range(0, self.tokens, _SCAN):
             tokens = self._stored(first, min(_SCAN, self.tokens - first))
@@ -270,8 +275,8 @@ class TokenSet:
     def unigram_entropy(self) -> float:
         """Return the entropy of the set's token frequencies in nats.
 
-        This is the lowest loss achievable without context. A model that does not beat it has
-        learned token frequencies at best.
+        This is the lowest loss achievable without context. A model whose loss is not lower has at
+        best learned token frequencies.
         """
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
@@ -368,7 +373,7 @@ def no_file(name: str, prefix: str, suffix: str) -> str:
 
 
 def _check_files(name: str, prefix: str) -> None:
-    """Raise DataError if the index is truncated, as megatron-core would read past its end."""
+    """Raise DataError if the index is truncated, because megatron-core would read past its end."""
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise MissingSetError(no_file(name, prefix, suffix))

@@ -17,7 +17,7 @@ from training.errors import DataError
 
 
 class ValidationData:
-    """The first windows of a validation set, each evaluated exactly once on any layout.
+    """The first windows of a validation set. On any layout, each window is evaluated exactly once.
 
     Args:
         name: name of the set in the config.
@@ -62,7 +62,8 @@ class ValidationData:
             self.target_bytes -= self._bytes_of(left_out, token_bytes)
 
     def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
-        """Return the number of text bytes in all targets, tokens 1 to `target_tokens`."""
+        """Return the number of text bytes in all targets, which are tokens 1 to `target_tokens` of
+        the set."""
         if token_bytes is None:
             entry = self.set.entry
             if tokenizer is not None:
@@ -78,8 +79,8 @@ class ValidationData:
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
     def _bytes_of(self, positions: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Return the number of text bytes in the tokens at `positions`, estimated from the mean
-        over all targets if `token_bytes` is None."""
+        """Return the number of text bytes in the tokens at `positions`. If `token_bytes` is None,
+        estimate it from the mean over all targets."""
         tokens = [int(self.set.read(position, 1)[0]) for position in positions]
         if token_bytes is None:
             assert self.target_bytes is not None
@@ -87,8 +88,8 @@ class ValidationData:
         return float(token_bytes[tokens].sum())
 
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """Compute `_target_bytes` by decoding the targets, or all other tokens if these are fewer
-        and the manifest lists the bytes in the whole set."""
+        """Compute `_target_bytes` by decoding the targets. If the other tokens are fewer and the
+        manifest lists the bytes in the whole set, decode those instead and subtract their bytes."""
         end, size = self.target_tokens + 1, self.set.tokens
         if entry is None or end - 1 < size - end:
             return decoded_bytes(tokenizer, self.set.document_parts(1, end))
@@ -96,7 +97,8 @@ class ValidationData:
         return entry.bytes - decoded_bytes(tokenizer, rest)
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Convert a mean loss in nats per token to bits per byte; None if the bytes are unknown."""
+        """Convert a mean loss in nats per token to bits per byte. Return None if the number of
+        bytes is unknown."""
         if not self.target_bytes:
             return None
         return loss * self.counted_tokens / (math.log(2) * self.target_bytes)

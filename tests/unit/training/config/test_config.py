@@ -92,7 +92,7 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.roles.q.radius_scaler=0", "optimizer.roles.q.radius_scaler must be above 0"),
         (
             "optimizer.roles.q={rule: muon, radius_scaler: 2}",
-            "optimizer.roles.q.radius_scaler must be null with rule muon, which has no radius",
+            "optimizer.roles.q.radius_scaler must be null with rule muon, got 2",
         ),
         ("optimizer.scalar.rule=muon", "optimizer.scalar.rule must be an elementwise rule"),
         (
