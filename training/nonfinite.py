@@ -1,4 +1,4 @@
-"""Guard against bad steps: skip non-finite steps and loss spikes, and end the run if too many."""
+"""Detects loss spikes, counts skipped steps, and ends the run after too many consecutive ones."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """Raised after too many consecutive steps with a non-finite loss or gradient, or a loss spike.
+    """Raised after too many consecutive steps with a loss spike or a non-finite loss or gradient.
 
     first_step  first of these steps
     samples     sample range [first, end) used in these steps
@@ -21,7 +21,8 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeDetector:
-    """Detects losses far above recent ones, on the device and with the same result on all ranks."""
+    """Detects losses far above recent ones. It runs on the device, and all ranks get the same
+    result."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
         """Compare each loss with those of the last `window` steps that were not skipped.
@@ -33,10 +34,11 @@ class SpikeDetector:
         self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
 
     def is_not_spike(self, loss: Tensor) -> Tensor:
-        """Return a 0-d bool: False for a spike, True otherwise or while the window is not full."""
+        """Return a 0-d bool: False if `loss` is a spike, otherwise True. Until the window is full,
+        no loss is a spike."""
         if self.deviations is None:
             return torch.ones((), dtype=torch.bool, device=loss.device)
-        # The limit is NaN until the window is full, and nothing compares greater than NaN.
+        # The limit is NaN until the window is full, and no comparison with NaN is true.
         limit = self.losses.mean() + self.deviations * self.losses.std()
         return ~(loss > limit)
 
@@ -56,14 +58,14 @@ class SpikeDetector:
 class NonFiniteGuard:
     """Counts skipped steps, and ends the run after too many consecutive ones.
 
-    On a GPU, `record` only stores a device flag, which is true if the step was not skipped. `check`
-    reads the flags at logging steps, to avoid a host sync in every step. On a CPU, `record` checks
-    immediately.
+    On a GPU, `record` only stores a flag on the device, which is true if the step was taken. To
+    avoid a host sync in every step, `check` reads these flags at logging steps. On a CPU, `record`
+    checks immediately.
     """
 
     def __init__(self, *, limit: int, spikes: bool) -> None:
-        """Allow `limit` consecutive skipped steps; `spikes` states whether loss spikes are skipped
-        too."""
+        """Allow `limit` consecutive skipped steps. `spikes` is True if loss spikes are skipped as
+        well."""
         self.limit = limit
         self.spikes = spikes
         self.skipped = 0
@@ -72,7 +74,7 @@ class NonFiniteGuard:
 
     def record(self, step: int, samples: tuple[int, int], active: Tensor) -> None:
         """Record whether `step`, counted from 1, was taken or skipped. `samples` is the sample
-        range [first, end) it used."""
+        range [first, end) that the step used."""
         self._pending.append((step, samples, active))
         if active.device.type == "cpu":
             self.check()
@@ -123,8 +125,8 @@ class NonFiniteGuard:
     def _error(self, end: int) -> NonFiniteError:
         (first, sample), (last, _) = self._in_a_row[0], self._in_a_row[-1]
         return NonFiniteError(
-            f"the loss or gradient was not finite{' (or a loss spike)' * self.spikes} in steps "
-            f"{first} to {last} (samples {sample} to {end - 1}): more than "
+            f"the loss or gradient was not finite{', or the loss was a spike,' * self.spikes} in "
+            f"steps {first} to {last} (samples {sample} to {end - 1}): more than "
             f"train.max_skipped_steps = {self.limit} consecutive steps",
             first,
             (sample, end),

@@ -30,7 +30,8 @@ class ExpertBalance:
         self._losses: dict[str, Tensor] = {}
 
     def step(self, active: Tensor) -> None:
-        """Update the expert bias after an optimizer step, unless `active` is False."""
+        """Update the expert bias after an optimizer step. If `active` is False, the step was
+        skipped, and the bias stays as it is."""
         moe = self.config.moe
         if moe is None:
             return
@@ -43,7 +44,8 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return the last step's MaxVio by layer ({} for dense models). Waits as `metrics` does."""
+        """Return the MaxVio of each layer in the last step, or {} for dense models. Waits for the
+        same events as `metrics`."""
         moe = self.config.moe
         if moe is None:
             return {}

@@ -1,9 +1,10 @@
 """Pure functions that compute metrics of stacked matrices, and aggregates over many units.
 
 Metrics are computed in float64 from float32 values, so they do not depend on which rank computes
-them. `Moments` are accumulated a few million entries at a time, so that metrics of a large
+them. `Moments` are computed in blocks of a few million entries, so that metrics of a large
 embedding take little memory. The singular values of weights come from a decomposition, because all
-of them are needed. Stable and nuclear ranks only take matmuls and are accurate to three digits.
+of them are needed. Stable and nuclear ranks require only matmuls and are accurate to three
+significant digits.
 """
 
 import math
@@ -22,7 +23,8 @@ from spectral.batching import grouped
 from spectral.device_values import is_known
 
 ROOT_SHIFT = 1e-10
-"""Fraction of the trace added to the diagonal to keep a rounded Gram matrix positive definite."""
+"""This fraction of its trace is added to the diagonal of a Gram matrix, to keep it positive
+definite despite rounding."""
 QUANTILES = 11
 """Number of singular value quantiles: 0, 10, ..., 100%."""
 
@@ -30,7 +32,8 @@ ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 """Roles whose matrices multiply the normalised residual stream before attention."""
 
 PC_ROLES = (*BLOCKS, "gate_up")
-"""Roles of the matrices averaged in figures 5 and 14 of the PC paper, with or without PC layers."""
+"""Roles of the matrices over which figures 5 and 14 of the PC paper average, for models with and
+without PC layers."""
 
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
 """Metrics for which the maximum over units is reported."""
@@ -38,11 +41,11 @@ EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residu
 QUANTILE_NAMES = ("quantiles", "effective_quantiles", "momentum_quantiles", "update_quantiles")
 Figures = dict[str, Tensor]
 Record = dict[str, Any]
-"""A unit's role, layer and metrics, by name."""
+"""Maps "role", "layer" and metric names to a unit's values."""
 
 
 BLOCK: Final = 2**22
-"""Number of entries of a stack converted to float64 at a time."""
+"""Maximum number of entries of a stack that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Moments:
 
 
 def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
-    """Accumulate the moments of matrices of `shape` `[units, rows, cols]` from their float64
-    `blocks`, as yielded by `split`."""
+    """Compute the moments of matrices by summing over their float64 `blocks`, as yielded by
+    `split`. `shape` is `[units, rows, cols]`."""
     _, rows, cols = shape
     if rows >= cols:
         gram, total = summed([x.mT @ x, x.sum((1, 2))] for x in blocks)
@@ -88,7 +91,8 @@ def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
         gram, total, fourth = summed(
             [x @ x.mT, x.sum((1, 2)), x.square().sum(1).square().sum(1)] for x in blocks
         )
-        # The difference inherits the rounding error of the first term; treat smaller values as 0.
+        # The difference inherits the rounding error of its first term; treat differences below this
+        # error as 0.
         whole = gram.square().sum((1, 2))
         present = whole - fourth > 4 * torch.finfo(whole.dtype).eps * whole
         off_diagonal = torch.where(present | whole.isnan(), whole - fourth, 0)
@@ -108,7 +112,8 @@ def split(stack: Tensor) -> Iterator[Tensor]:
 
 
 def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Compute the cosine `[units]` of two stacks from float64 blocks (0 if a matrix is zero)."""
+    """Compute the cosine `[units]` between the matrices of two stacks, given pairs of float64
+    blocks. The cosine is 0 if either matrix is zero."""
     dot, one, other = summed(
         [(x * y).sum((1, 2)) for x, y in ((a, b), (a, a), (b, b))] for a, b in pairs
     )
@@ -117,7 +122,8 @@ def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def summed(terms: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Sum lists of tensors elementwise, in place into the first list."""
+    """Sum lists of tensors elementwise. The tensors of the first list are overwritten with the
+    sums."""
     totals: list[Tensor] = []
     for sums in terms:
         if not totals:
@@ -173,8 +179,8 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
 
 
 def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
-    """Compute the nuclear ranks `[units]`, using only matmuls if a decomposition would cause a host
-    sync."""
+    """Compute the nuclear ranks `[units]`. If a decomposition would cause a host sync, use only
+    matmuls."""
     if is_known(gradient):
         return measures.nuclear_rank_of(sums.singular_values())
     square = sums.mean_square() * sums.entries
@@ -182,16 +188,19 @@ def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
 
 
 def noise_figures(products: Tensor, what: str) -> Figures:
-    """Compute noise metrics `[units]` from the samples' inner products `[units, samples, samples]`.
+    """Compute noise metrics `[units]` from the inner products between samples, `[units, samples,
+    samples]`.
 
-    `what`, "gradient" or "update", states what the samples are, and prefixes the metric names.
+    `what` says whether the samples are gradients ("gradient") or updates ("update"), and is the
+    prefix of the metric names.
     """
     noise = measures.noise_of(products)
     return {f"{what}_{name}": value for name, value in noise._asdict().items()}
 
 
 def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the float64 updates of consecutive steps, excluding weight decay, block by block.
+    """Yield the float64 updates of consecutive steps, without weight decay. Each list holds one
+    block of the update of every step.
 
     weights  `[units, rows, cols]` before, between and after the steps
     kept     `[units, 1, 1]` per step, the factor 1 - lr * weight_decay
@@ -215,7 +224,7 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
     """Compute metrics `[units]` of the last update. For the arguments see `updates`.
 
-    With more than one update, the metrics include the alignment of the last two.
+    If there is more than one update, the metrics include the alignment of the last two updates.
     """
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     figures = {
@@ -240,7 +249,7 @@ def momentum_spectrum(momentum: Tensor) -> Figures:
 
 
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
-    """Compute the stable rank and the root mean square `[]` of a weight's inputs.
+    """Compute the stable rank `[]` and the root mean square `[]` of a weight's inputs.
 
     `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. For the embedding, whose inputs are
     one-hot vectors, `gram` is the diagonal `[rows]` of their Gram matrix, and the only metric is
@@ -265,7 +274,8 @@ def gram_root(gram: Tensor) -> Tensor:
 
 
 def output_figures(weight: Tensor, root: Tensor) -> Figures:
-    """Compute the stable rank `[]` of W A from W `[rows, cols]` and a root R of A A^T.
+    """Compute the stable rank `[]` of W A, the outputs for inputs A, from W `[rows, cols]` and a
+    root R of A A^T.
 
     W R has the same singular values as W A, but R is only `[cols, cols]`.
     """
@@ -278,7 +288,8 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
 
 def pair(units: dict[str, Record]) -> None:
-    """Add metrics that combine several units, or measurements from several ranks, to the records.
+    """Add to the records the metrics that combine several units, or measurements from several
+    ranks.
 
     The criterion compares each weight with its input. The attention output projection is compared
     with the input of q, k and v, as in table 2 of "When do spectral gradient updates help in deep
@@ -308,12 +319,14 @@ def is_figure(name: str, value: Any) -> bool:
 
 
 def role_means(records: Iterable[Record]) -> dict[str, float]:
-    """Return `monitor/<metric>/<role>`: means over all units of a role that have the metric."""
+    """Return the metrics `monitor/<metric>/<role>`: the mean of each metric over the units of each
+    role that have it."""
     return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
 
 
 def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """Average metrics over the matrices in each layer, by layer."""
+    """Average each metric over the matrices in each layer. Return the averages by layer and
+    metric."""
     layers: dict[str, dict[str, float]] = {}
     inside = [record for record in records if record["layer"] is not None]
     for (layer, name), value in _means(inside, "layer"):
@@ -322,7 +335,7 @@ def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
 
 
 def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str], float]]:
-    """Yield ((value of `key`, metric), mean) for every metric."""
+    """Return a ((value of `key`, metric), mean) pair for every metric and every value of `key`."""
     values: dict[tuple[Any, str], list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -361,7 +374,8 @@ def global_figures(records: Iterable[Record], roles: Collection[str]) -> dict[st
 
 
 def condition_number(record: Record) -> float:
-    """Return the condition number of a unit's whole matrix, or NaN if it was not computed."""
+    """Return the condition number of the whole matrix that a unit belongs to, or NaN if it was not
+    computed."""
     names = (
         f"{prefix}{of}condition_number" for prefix in ("effective_", "") for of in ("matrix_", "")
     )
@@ -375,7 +389,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def block_extremes(blocks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return `monitor/<metric>/max`, the maximum over all blocks."""
+    """Return the metrics `monitor/<metric>/max`: the maximum of each metric over all blocks."""
     largest: dict[str, float] = {}
     for figures in blocks.values():
         for name, value in figures.items():
@@ -407,8 +421,8 @@ class WholeMatrices:
         self._rows.clear()
 
     def add(self, units: Iterable[Unit], weights: Tensor) -> Iterator[tuple[list[str], Tensor]]:
-        """Add units with their `weights` `[units, rows, cols]`, and yield the unit names and the
-        matrix `[rows, cols]` of each completed whole matrix."""
+        """Add units with their `weights` `[units, rows, cols]`. For each whole matrix that is now
+        complete, yield the names of its units, and the matrix `[rows, cols]`."""
         for unit, weight in zip(units, weights, strict=True):
             key = unit.parameter, unit.role
             if self.sizes[key] == 1:

@@ -41,7 +41,8 @@ from training.monitor.matrix_figures import Figures, Record, WholeMatrices
 from training.monitor.update_history import UpdateHistory, Updates
 
 DEFAULT_INTERVAL: Final = 100
-"""Monitor interval without a plan, and the smallest interval a plan can choose."""
+"""Monitor interval in steps for runs without a plan, and the smallest interval that a plan
+chooses."""
 
 REPORTED: Final = {
     "sigma": "tracked_norm",
@@ -54,15 +55,16 @@ REPORTED: Final = {
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
 }
-"""Names in monitors.jsonl for metrics reported by rules; all others get the prefix `rule_`."""
+"""Maps metrics reported by rules to their names in monitors.jsonl. Metrics not listed get the
+prefix `rule_`."""
 
 
 class LayerSampling:
     """Selects the layers whose inputs are measured in a monitored step.
 
-    These are all layers or, if the Gram matrices of all inputs do not fit in
-    `monitors.activation_gib`, a subset that rotates between monitored steps. The selection depends
-    on unsharded weight sizes, so it is the same on any layout.
+    It selects all layers if the Gram matrices of their inputs fit in `monitors.activation_gib`.
+    Otherwise it selects a subset, and the next monitored step measures the next subset. The
+    selection depends on unsharded weight sizes, so it is the same on any layout.
     """
 
     def __init__(self, config: Config, interval: int) -> None:
@@ -79,7 +81,8 @@ class LayerSampling:
 
 
 def largest_layer(config: Config) -> int:
-    """Return the maximum size in bytes, over layers, of the Gram matrices of a layer's inputs."""
+    """Return the size in bytes of the Gram matrices of a layer's inputs, for the layer where it is
+    largest."""
     sizes = {
         (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
         for unit in all_units(config.model, **unit_options(config))
@@ -114,7 +117,7 @@ class Monitors:
         self.step = 0
         self.chosen: Set[str] = frozenset()
         self.records: dict[str, Record] = {}
-        self.earlier: list[Shards] = []  # gradients of the previous step, if kept
+        self.earlier: list[Shards] = []  # gradients of the previous step, or []
         self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
         self.watch: ActivationWatch | None = None
         self.samples: GradientSamples | None = None
@@ -130,7 +133,7 @@ class Monitors:
 
     @cached_property
     def unit_gather(self) -> UnitGather:
-        """Assignment of units to inspection ranks, planned on first use."""
+        """Assignment of units to the ranks that inspect them, planned on first use."""
         return UnitGather(self.optimizer, inspected_elements(self.config.monitors))
 
     def forget(self) -> None:
@@ -181,8 +184,8 @@ class Monitors:
     def after_step(self, factor: float, active: Tensor) -> None:
         """Measure updates after the optimizer step.
 
-        `factor` is the learning rate divided by its peak. `active` states whether the step was
-        taken, not skipped.
+        `factor` is the learning rate divided by its peak. `active` is True if the step was taken,
+        and False if it was skipped.
         """
         self.history.end(factor, active)
         if self.due(self.step):
@@ -193,10 +196,11 @@ class Monitors:
                 self._inspect_momenta()
 
     def take(self, step: int, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """Return the monitors.jsonl line for `step`, and the aggregates to add to the metrics.
+        """Return the contents of the line for `step` in monitors.jsonl, and the aggregates to add
+        to the metrics.
 
         `tokens` is the number of tokens seen so far. Both results are empty if the step is not
-        monitored, and on all ranks but rank 0. Collective.
+        monitored. On ranks other than 0, they are always empty. Collective.
         """
         if not self.due(step):
             return {}, {}
@@ -279,8 +283,8 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """Record the metrics of PC layers that cannot be computed from the gathered parameters:
-        those of W if the parameter is PC(W), and those of PC(W) if the parameter is W.
+        """Record those metrics of PC layers that cannot be computed from the gathered parameters.
+        If the parameter is PC(W), these are the metrics of W; if it is W, the metrics of PC(W).
         """
         for stack in self.optimizer.materialized:
             measured = figures.weight_figures(stack.weight)
@@ -301,7 +305,7 @@ class Monitors:
         """Add the condition number of each whole matrix to the records of its units."""
         for names, matrix in self.whole_matrices.add(units, weights):
             value = figures.weight_figures(matrix[None])["condition_number"].item()
-            # Either all units of a matrix are effective or none are.
+            # The weights of a matrix's units are either all effective weights or all plain ones.
             prefix = "effective_" if effective.intersection(names) else ""
             for name in names:
                 self.records[name][f"{prefix}matrix_condition_number"] = value
@@ -318,7 +322,7 @@ class Monitors:
                 self._keep(updates.units, figures.noise_figures(products, "update"))
 
     def _inspect_momenta(self) -> None:
-        """Record the momentum spectra after the step, for rules with momentum."""
+        """For rules with momentum, record the spectra of the momentum after the step."""
         now = momenta(self.optimizer)
         for inspection in self.unit_gather.inspections({MOMENTUM: now.shards}):
             assigned = [self._assign(unit) for unit in inspection.units]
@@ -340,7 +344,7 @@ class Monitors:
         self._keep(updates.units, measured)
         for unit, applied in zip(updates.units, measured["applied_rms"].tolist(), strict=True):
             lr = self.history.learning_rate(unit)
-            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # the rule reports nothing
+            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # such rules report nothing
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _take_reports(self) -> None:
@@ -369,17 +373,19 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return the number of consecutive updates to compare, up to that of the monitored step."""
+    """Return the number of consecutive updates to compare. The last of them is that of the
+    monitored step."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return the number of elements to inspect at once. A larger matrix is inspected on its own.
+    """Return the maximum number of matrix elements to inspect at once. A larger matrix is inspected
+    on its own.
 
-    A rank gathers and stacks weights, gradients and the previous step's gradients and, later, the
-    weights before each compared step and after the last one.
+    A rank gathers and stacks the weights, the gradients and the gradients of the previous step.
+    Later, it gathers and stacks the weights before each compared step and after the last one.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
     return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))

@@ -1,4 +1,5 @@
-"""Metrics of refused updates, PC layers and missed multiplier solves, reduced across ranks."""
+"""Metrics of PC layers, refused updates and multiplier solves that missed their tolerance, reduced
+across ranks."""
 
 import math
 from collections.abc import Mapping
@@ -12,17 +13,17 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.effective_weight import DOMAIN
 
 SHOWN = 8
-"""Maximum number of refused units named in a report."""
+"""Maximum number of units with refused updates that a report names."""
 
 
 class Refusals:
-    """Counts refused updates, i.e. updates that are not finite or not bounded.
+    """Counts refused updates, i.e. updates that contain non-finite values or exceed their bound.
 
-    Refused updates are skipped by the optimizer; this class only reports them.
+    The optimizer skips refused updates; this class only reports them.
 
     Attributes:
         total: number of refusals reported since the start of the run, across all ranks.
-        worst: (unit, number) of the most consecutive refusals before the last report.
+        worst: (name, length) of the longest streak of refusals of one unit before the last report.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
@@ -32,7 +33,7 @@ class Refusals:
         self.restore(0.0)
 
     def restore(self, total: float) -> None:
-        """Continue from `total` reported refusals, with none unreported."""
+        """Continue from `total` reported refusals and no unreported ones."""
         self.total = total
         self._names: list[str] = []  # unit names for the tensors `[names]` below
         self._new = self._streak = self._longest = self._none.new_zeros(0)
@@ -64,7 +65,7 @@ class Refusals:
         )
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics since the last report. Waits for the device and all ranks.
+        """Return the metrics and start a new report. Waits for the device and all ranks.
 
         optim/refused         number of refused updates since the start of the run
         optim/refused/<unit>  number since the last report, for the most affected units
@@ -90,22 +91,23 @@ def over_ranks(optimizer: DistributedOptimizer, count: Tensor) -> float:
 
 
 class SpectralMetrics:
-    """Counts over all units and ranks. The metrics of individual units are in monitors.jsonl."""
+    """Counts events over all units and ranks. The metrics of individual units are in
+    monitors.jsonl."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
     ) -> None:
-        """`preconditioned` states whether the model has PC layers on any rank."""
+        """`preconditioned` is True if the model has PC layers on any rank."""
         self.optimizer = optimizer
         self.refusals = Refusals(optimizer, groups)
         self._missed = torch.zeros((), device=groups.device)
-        """Number of missed solves on this rank since the last report."""
+        """Number of solves on this rank since the last report that missed their tolerance."""
         self._unconverged = 0.0
         self._outside = 0
         self.preconditioned = preconditioned
 
     def record(self, active: Tensor) -> None:
-        """Count the step's events on the device. `active` states whether the step was taken."""
+        """Count the step's events on the device. `active` is False if the step was skipped."""
         for stack in self.optimizer.stacks:
             if "converged" in stack.report:
                 self._missed += (1 - stack.report["converged"].float()).sum() * active

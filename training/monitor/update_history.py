@@ -1,8 +1,8 @@
 """Updates of a monitored step and of the steps before it.
 
-A step's update is the weights after the step minus the weights before it, including retraction but
-excluding weight decay. The history stores the weights before the monitored step and before as many
-preceding steps as the metrics require.
+The update of a step is the weights after the step minus the weights before it. It includes
+retraction but not weight decay. The history stores the weights before the monitored step, and
+before each of the preceding steps that the metrics require.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Updates:
-    """Matrices of the same shape before, between and after consecutive steps.
+    """The weights of matrices of the same shape before, between and after consecutive steps.
 
     weights  `[units, rows, cols]` each: before each step, oldest first, and after the last step
     kept     `[units, 1, 1]` per step: the factor 1 - lr * weight_decay
@@ -51,8 +51,8 @@ class UpdateHistory:
         self.moments.clear()
 
     def begin(self, steps_left: int) -> None:
-        """Store the weights before the current step if the next monitored step, `steps_left` steps
-        ahead, needs them."""
+        """Store the weights before the current step if the next monitored step needs them. It is
+        `steps_left` steps ahead."""
         if steps_left >= self.depth:
             self.forget()
             return
@@ -69,10 +69,11 @@ class UpdateHistory:
             self.moments[-1].factor = factor * active
 
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
-        """Yield the updates of the matrices inspected by this rank and of the PC layers it owns.
+        """Yield the updates of the matrices that this rank inspects and of the PC layers that it
+        owns.
 
-        Collective over the ranks of the stage. The weights in a result are freed when the next
-        result is requested.
+        Collective over the ranks of the stage. When the next result is requested, the weights in
+        the previous one are freed.
         """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
