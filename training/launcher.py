@@ -1,4 +1,4 @@
-"""Launch ranks on this machine for `pretrain.py --ranks N`, similarly to torchrun."""
+"""Launch ranks on this machine for `pretrain.py --ranks N`, as torchrun would."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from training.command_line import print_error
 from training.lifecycle.terminal import CODE, LAUNCHER, SECOND, say
 
 GRACE: Final = 30
-"""Seconds after a rank fails until the remaining ranks are killed, as in torchrun."""
+"""Seconds between the failure of a rank and the killing of the remaining ranks, as in torchrun."""
 KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of ranks that may have been killed by a second Ctrl-C."""
 POLL: Final = 0.1
@@ -29,7 +29,7 @@ POLL: Final = 0.1
 class Ranks:
     """The rank processes on this machine, and handlers that forward signals to them.
 
-    Signals that arrive before the ranks have started are forwarded once they have.
+    Signals that arrive before the ranks have started are forwarded after the start.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,8 @@ class Ranks:
             self._pass_on(number, None)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal to all ranks: a second SIGINT as SIGKILL, SIGHUP as SIGTERM."""
+        """Forward a signal to all ranks. A second SIGINT becomes SIGKILL, and SIGHUP becomes
+        SIGTERM."""
         if not self.processes:
             self._waiting.append(number)
             return
@@ -92,7 +93,8 @@ def launch(ranks: int, command: Sequence[str]) -> int:
 
     Ctrl-C and SIGTERM are forwarded to the ranks. A second Ctrl-C kills the ranks.
     """
-    # torch's launcher would log a warning for every signal it sends, but ranks print their errors.
+    # Ranks print their own errors, so torch's launcher need not log a warning for every signal it
+    # sends.
     logging.getLogger(SubprocessContext.__module__).setLevel(logging.ERROR)
     # As in torchrun's agent, the store binds the port so that no other process can take it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -109,7 +111,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
     environments = {
         rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
     }
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Ranks` handles other errors
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Ranks` handles all other signals
     processes = Ranks()
     with tempfile.TemporaryDirectory(prefix="spectrain-ranks-") as folder:
         # Each rank unblocks SIGINT once its handler is installed.

@@ -33,10 +33,10 @@ PAUSE: Final = 10.0
 class Watchdog:
     """Per-rank watchdog, fed by `beat`.
 
-    Rank 0 updates `heartbeat.json` with step, time (seconds since 1970) and process id. After
-    `hang_seconds` without progress, a thread on each rank dumps Python stack traces to
-    `stacks/rank_00000.txt` and so on. The process group timeout then ends the run. If a file cannot
-    be written, the run continues.
+    Rank 0 regularly writes the step, the time (seconds since 1970) and the process id to
+    `heartbeat.json`. After `hang_seconds` without progress, a thread on each rank dumps Python
+    stack traces to `stacks/rank_00000.txt` and so on. The process group timeout then ends the run.
+    If a file cannot be written, the run continues.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Watchdog:
             hung = os.fstat(self._file.fileno()).st_size
             if not hung:
                 self.stacks.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # not empty: other ranks' files
+                with contextlib.suppress(OSError):  # fails while other ranks' files are there
                     self.stacks.parent.rmdir()
             elif self.rank == 0:
                 print(f"the run stalled for a while; see the stack traces in {self.stacks.parent}")
@@ -154,7 +154,7 @@ class StopRequests:
         self._signalled = True
 
     def wanted(self) -> int:
-        """Return this rank's stop request as a key of `REASONS`, or 0 if there is none."""
+        """Return this rank's stop request as a key of `REASONS`, or 0 if there is no request."""
         if self.error is not None:
             return FAILED
         if self.interrupts is not None and self.interrupts.requested:
@@ -207,11 +207,11 @@ class Lifecycle:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is stopping, the same on all ranks."""
+        """Whether the run is stopping; all ranks get the same value."""
         return self._stop > 0
 
     def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
-        """Wrap `call` to store its first error, which is raised by `save_last`.
+        """Wrap `call` so that its first error is stored, for `save_last` to raise.
 
         Use this for work between steps, so that the run saves before it exits with the error.
         """
@@ -225,7 +225,7 @@ class Lifecycle:
         return deferred
 
     def after_step(self, step: int) -> None:
-        """Advance a save written by all ranks, and exchange stop requests.
+        """Exchange stop requests. If all ranks have finished their parts of a save, advance it.
 
         Raises CheckpointError after the last failed attempt to save.
         """
@@ -239,7 +239,7 @@ class Lifecycle:
         stop, failed, busy = answer
         if failed:
             self.saver.fail()
-            self.stop_now()  # drop the pending exchange, which would report this failure again
+            self.stop_now()  # the pending exchange would report this failure again, so drop it
         elif asked and not busy:
             self.saver.advance()
             self._asked_about_save = False  # the pending exchange still reports the finished save
@@ -257,15 +257,15 @@ class Lifecycle:
         return interval > 0 and step % interval == 0
 
     def save(self, meta: Mapping[str, Any]) -> None:
-        """Start a save, after waiting for the previous one to complete."""
+        """Wait for the previous save to complete, then start a new one."""
         self.wait()
         self.saver.begin(meta)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
         """Save the last step unless it is already saved, and clear the stop request.
 
-        Raises CheckpointError if the state is not finite, otherwise this rank's deferred error, if
-        any.
+        Raises CheckpointError if the state contains non-finite values. Otherwise, raises this
+        rank's deferred error, if there is one.
         """
         if self.config.checkpoint.interval > 0:
             self.wait()
@@ -289,7 +289,8 @@ class Lifecycle:
     def _failed_anywhere(self, failed: bool) -> bool:
         """Return whether `failed` is true on any rank.
 
-        This drops the pending exchange started by `after_step`, so it also exchanges stop requests.
+        This drops the pending exchange that `after_step` started, and therefore exchanges stop
+        requests itself.
         """
         stop, failures, _ = self.agreement.now([self.stops.wanted(), int(failed), 0])
         self._stop = self._stop or stop

@@ -28,9 +28,9 @@ from training.data.order import Progress, TrainingData
 class Pace:
     """Step times since the last report, excluding pauses.
 
-    A step takes equally long on all ranks, because they wait for each other. A rank's local time is
-    the time until the first all-reduce over all ranks: data loading, forward pass and backward
-    pass.
+    A step takes equally long on all ranks, because they wait for each other. A rank's local time
+    ends before the first all-reduce over all ranks: it covers data loading, the forward pass and
+    the backward pass.
     """
 
     def __init__(self, config: Config, groups: Groups, data: TrainingData) -> None:
@@ -40,7 +40,7 @@ class Pace:
         self.data = data
         self.peak_flops = peak_flops(device_name(groups.device))
         self.clock = Clock(groups.device)
-        """Measures this rank's local times."""
+        """Clock that measures this rank's local times."""
         hosts_and_stages = from_all((socket.gethostname(), groups.pipeline.rank))
         hosts, stages = zip(*hosts_and_stages, strict=True)
         self._stragglers = Stragglers(hosts, stages)
@@ -61,7 +61,7 @@ class Pace:
         self._mark += time.perf_counter() - began
 
     def figures(self, progress: Progress) -> dict[str, float]:
-        """Return throughput, memory and remaining time, measured since the last call.
+        """Return the throughput since the last call, the peak memory and the remaining time.
 
         Synchronizes with the device and all ranks.
         """
@@ -92,7 +92,7 @@ class Pace:
 def performance(
     *, tokens: float, seconds: float, devices: int, flops_per_token: float, peak: float | None
 ) -> dict[str, float]:
-    """Return the `perf/` metrics for one step, or means over several steps.
+    """Return the `perf/` metrics, given figures for one step or their means over several steps.
 
     tokens           tokens per step across all devices
     seconds          seconds per step
@@ -111,7 +111,7 @@ def performance(
 
 
 class Clock:
-    """Accumulates time intervals on the device. Only `total` waits for a GPU."""
+    """Adds up time intervals measured on the device. Only `total` waits for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -147,7 +147,8 @@ class Clock:
 
 
 RATIO: Final = 1.2
-"""A rank is slow if its local time exceeds its pipeline stage's median by this factor."""
+"""A rank is slow if its local time is more than this factor times the median of its pipeline
+stage."""
 
 STEPS: Final = 50
 """Number of consecutive slow steps after which a rank is reported as a straggler."""
@@ -193,9 +194,9 @@ INTERVAL: Final = 10
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Context manager to collect garbage only in `collect`, ignoring existing objects.
+    """Context manager in which only `collect` collects garbage, and only among new objects.
 
-    If objects are already frozen, it neither freezes nor unfreezes any.
+    If objects are already frozen, it leaves existing objects as they are.
     """
     automatic, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()

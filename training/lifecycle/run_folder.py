@@ -95,7 +95,7 @@ class HeldFolder:
         os.close(self._folder)
 
     def check(self) -> None:
-        """Raise FolderError if the folder was moved, or if this run's lock was removed manually and
+        """Raise FolderError if the folder was moved, or if someone removed this run's lock file and
         another run has created a new one."""
         if not self._is_there():
             raise FolderError(
@@ -107,7 +107,8 @@ class HeldFolder:
                 raise FolderError(f"run.dir {self.path} lost its lock and is used by another run")
 
     def _is_there(self) -> bool:
-        """Return whether the folder is still at its path. True if the disk is unavailable."""
+        """Return whether the folder is still at its path. Return True if the disk is
+        unavailable."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -116,8 +117,8 @@ class HeldFolder:
             return True
 
     def _lock_number(self) -> int | None:
-        """Return the lock file's inode number, or None if the file is missing. It is not opened,
-        because closing it would release the lock."""
+        """Return the lock file's inode number, or None if the file is missing. The file must not be
+        opened: closing it would release the lock."""
         try:
             return os.stat(self.path / LOCK).st_ino
         except FileNotFoundError:
@@ -139,7 +140,8 @@ def _take(file: TextIO) -> bool:
     Raises FolderError if the file system does not support locks.
     """
     try:
-        # lockf locks belong to this process; flock locks would be inherited by child processes.
+        # A lockf lock belongs to this process only, while child processes would inherit a flock
+        # lock.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -161,7 +163,8 @@ def mark_started(run_dir: str | Path) -> None:
 
 
 def starts_again(run_dir: str | Path) -> bool:
-    """Return whether torchrun or SLURM has restarted a command that already started in `run_dir`.
+    """Return whether this command has started in `run_dir` before and was restarted by torchrun or
+    SLURM.
 
     A restarted command must not apply `--resume none` or `--resume STEP` again. torchrun counts
     restarts per node, so the result may differ across ranks.
@@ -174,8 +177,8 @@ def starts_again(run_dir: str | Path) -> bool:
 
 
 def _command() -> str:
-    """Return the id of this command: the SLURM job id, torchrun's run id or torchrun's process id,
-    whichever exists first, or ""."""
+    """Return the id of this command: the SLURM job id; without one, torchrun's run id; without one,
+    torchrun's process id. Return "" if there is none of these."""
     command = os.environ.get("TORCHELASTIC_RUN_ID", "")
     command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command
     return os.environ.get("SLURM_JOB_ID", command)

@@ -18,12 +18,12 @@ from types import FrameType
 from typing import Any, Final
 
 GONE: Final = (errno.EIO, errno.EPIPE)
-"""Errors on writing to a terminal or pipe whose other end is closed."""
+"""Error numbers raised by writes to a terminal or pipe whose other end is closed."""
 
 
 class LastingFile(io.FileIO):
-    """A file that drops output if its reader is gone. During `training`, it drops any output that
-    cannot be written."""
+    """A file that drops output if the other end of its terminal or pipe is closed. During
+    `training`, it drops any output that cannot be written."""
 
     training = False
 
@@ -59,7 +59,7 @@ def say(text: str) -> None:
 
 
 CODE: Final = 130
-"""Exit code of a run ended by Ctrl-C: 128 plus the signal number, as in shells."""
+"""Exit code of a run that Ctrl-C has ended: 128 plus the signal number, as in shells."""
 SECOND: Final = "ended by a second Ctrl-C; earlier checkpoints are complete"
 LAUNCHER: Final = "SPECTRAIN_LAUNCHER"
 """Environment variable with the process id of the `--ranks` launcher."""
@@ -68,7 +68,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 class Interrupts:
-    """Handles SIGINT, and the signal that follows a second Ctrl-C.
+    """Handles SIGINT, and the signal that the process receives after a second Ctrl-C.
 
     A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks, which may also
     receive it directly. After a second Ctrl-C, the launcher sends SIGTERM to its ranks. Without a
@@ -95,13 +95,13 @@ class Interrupts:
         _stop_with_launcher()
 
     def training_begins(self, *, saves: bool) -> None:
-        """From now on, let the first SIGINT set `requested` instead of ending the process, and drop
-        output that cannot be written. `saves` is false if the run saves no checkpoints."""
+        """From now on, the first SIGINT sets `requested` instead of ending the process, and output
+        that cannot be written is dropped. `saves` is false if the run saves no checkpoints."""
         self._saves = saves
         self._training = LastingFile.training = True
 
     def _read(self, receiver: int) -> None:
-        """Handle signals, whose numbers arrive as bytes on the pipe."""
+        """Handle signals as their numbers arrive on the pipe, one byte each."""
         while True:
             number = os.read(receiver, 1)[0]
             if self.requested and number == self._second:
@@ -131,8 +131,8 @@ class Interrupts:
 def _stop_with_launcher() -> None:
     """Make Linux send SIGTERM to this rank when its launcher exits.
 
-    A killed launcher forwards no signal, so its ranks would keep training, as they do on other
-    systems.
+    A killed launcher forwards no signal, so its ranks would keep training. On other systems, they
+    do.
     """
     if not os.environ.get(LAUNCHER, "").isdecimal():  # rejected later by `check_launched`
         return
@@ -147,14 +147,14 @@ def _stop_with_launcher() -> None:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """No-op: the signal is handled by the thread."""
+    """Do nothing: the thread handles the signal."""
 
 
 def _hold() -> None:
     """Block SIGINT in this thread while it forks.
 
-    Until it ignores SIGINT, a child would write to its parent's pipe, and one Ctrl-C would count as
-    two.
+    Before a child process ignores SIGINT, a Ctrl-C would make it write to its parent's pipe as
+    well, and the parent would count two.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
@@ -165,7 +165,7 @@ def _release() -> None:
 
 
 def _ignore() -> None:
-    """Ignore SIGINT, which is handled by the parent process."""
+    """Ignore SIGINT in a child process, because the parent handles it."""
     if signal.getsignal(signal.SIGINT) is _noted:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
