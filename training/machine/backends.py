@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype for a name from the config, or None for None."""
+    """Return the dtype with the config's name `name`, or None if `name` is None."""
     return None if name is None else DTYPES[name]
 
 
@@ -35,8 +35,8 @@ def exchange_dtype(config: Config) -> torch.dtype:
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Raise ConfigError, listing all problems, if the config is not supported by the installed
-    packages or the device, and DeviceError if the device cannot launch Triton kernels."""
+    """Raise ConfigError if the installed packages or the device do not support the config; the
+    error lists all problems. Raise DeviceError if the device cannot launch Triton kernels."""
     checks = chain(package_checks(config, device), device_checks(config, device))
     if lines := list(problems(config, checks)):
         raise ConfigError("\n".join(lines))
@@ -100,7 +100,7 @@ TILE = Tile(64, 32, 4, 3)
 def check_kernels(device: torch.device) -> None:
     """Compile and launch one of the optimizer's kernels. Raise DeviceError if this fails.
 
-    Without this check, kernels would only fail at the run's first step.
+    Without this check, a kernel that cannot be launched would only fail at the run's first step.
     """
     if not (listed(device_name(device)) and has_triton()):
         return
@@ -122,7 +122,7 @@ def check_kernels(device: torch.device) -> None:
 
 
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
-    """Return the torch.compile backend for a device (None: eager mode) and a description.
+    """Return the torch.compile backend for a device (None for eager mode) and a description of it.
 
     If auto disables compilation on a GPU, the description states the reason.
     """
@@ -144,15 +144,15 @@ def has_liger() -> bool:
 
 
 def fused_loss(config: Config, device: torch.device) -> bool:
-    """Return whether the loss is computed by liger-kernel on a device."""
+    """Return whether liger-kernel computes the loss on `device`."""
     if config.train.fused_loss != "auto":
         return config.train.fused_loss == "liger"
     return has_liger() and device.type == "cuda" and config.train.loss_chunk is None
 
 
 def fused_backward(config: Config, device: torch.device) -> bool:
-    """Return whether gradients of gated activations and attention heads are computed by Triton
-    kernels on a device."""
+    """Return whether Triton kernels compute the gradients of gated activations and attention heads
+    on `device`."""
     if config.train.fused_backward != "auto":
         return config.train.fused_backward == "triton"
     plain = config.model.attention_backend != "transformer_engine"
@@ -162,7 +162,8 @@ def fused_backward(config: Config, device: torch.device) -> bool:
 def kernel_of(config: Config, groups: Groups) -> str:
     """Return the name of this rank's attention kernel.
 
-    Raises ConfigError if the device is a GPU and PyTorch has no fused kernel for it.
+    Raises ConfigError if the device is a GPU and PyTorch has no fused attention kernel for the
+    config on this GPU.
     """
     model, ranks = config.model, groups.tensor.size
     if model.attention_backend != "sdpa":

@@ -53,7 +53,7 @@ class Gpus:
 
     built    CUDA version of the PyTorch build; None without CUDA
     devices  this machine's NVIDIA devices, usable or not
-    problem  why CUDA fails to initialize; None if it initializes or was not tried
+    problem  why CUDA fails to initialize; None if it initializes or is not built in
     usable   number of CUDA devices
     """
 
@@ -66,12 +66,12 @@ class Gpus:
 def choose(
     requested: Literal["auto", "cuda"], gpus: Gpus, local_rank: int
 ) -> Literal["cuda", "cpu"]:
-    """Return the device type of local rank `local_rank`.
+    """Return the device type to use on local rank `local_rank`.
 
     `auto` selects cuda if CUDA initializes, and cpu if there is no GPU or PyTorch is built without
-    CUDA. Raises DeviceError if a requested GPU is not available, if CUDA fails to initialize (the
-    driver is too old for this PyTorch build, or a container has no access to its GPUs), or if there
-    are more ranks than GPUs.
+    CUDA. Raises DeviceError if a requested GPU is not available, if there are more ranks than GPUs,
+    or if CUDA fails to initialize, for example because the driver is too old for this PyTorch build
+    or a container has no access to the GPUs.
     """
     if gpus.usable:
         if local_rank >= gpus.usable:
@@ -138,8 +138,8 @@ def _first_line(path: Path) -> str:
 def repeatable() -> Iterator[None]:
     """Context manager to use PyTorch's deterministic kernels.
 
-    Operations without a deterministic kernel only cause a warning. An error could end a run at an
-    operation not covered by any test without a GPU. The setting imports torch's compiler, which
+    Operations without a deterministic kernel only cause a warning: an error could end a run at an
+    operation that tests without a GPU do not cover. The setting imports torch's compiler, which
     takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
@@ -156,7 +156,7 @@ def repeatable() -> Iterator[None]:
 
 
 OPEN_FILES: Final = (256, 65536)
-"""Minimum open file limit per rank, and the maximum that a rank requests."""
+"""Minimum limit on open files that a rank needs, and maximum limit that it requests."""
 
 WORKERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 COMPILE_WORKERS: Final = 32
@@ -185,7 +185,7 @@ def allow_open_files() -> None:
 def required_variables(config: Config) -> dict[str, str]:
     """Return the environment variables required for a run on GPUs.
 
-    expandable segments   let memory freed in one step be reused for large tensors in another
+    expandable segments   allow large tensors to reuse memory that earlier steps have freed
     one connection        with tensor or context parallelism, kernels must start in launch order, so
                           that communication overlaps with matmuls; with more queues, a matmul might
                           start first
@@ -216,7 +216,8 @@ def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[st
 
 
 def prepare(config: Config) -> None:
-    """Set missing environment variables before CUDA is initialized. Later calls have no effect.
+    """Set missing environment variables. Call this before CUDA is initialized; later calls have no
+    effect.
 
     Raises ConfigError if a variable overrides the precision of GPU matmuls.
     """
@@ -232,7 +233,7 @@ def prepare(config: Config) -> None:
         )
     variables = missing_variables(config, os.environ)
     os.environ.update(variables)
-    if ALLOCATOR[0] in variables:  # PyTorch already read the variable on import
+    if ALLOCATOR[0] in variables:  # PyTorch has read it on import
         torch._C._accelerator_setAllocatorSettings(variables[ALLOCATOR[0]])
     compiler = sys.modules.get("torch._inductor.config")
     if WORKERS in variables and compiler is not None:  # PyTorch has already read the variable
@@ -258,7 +259,8 @@ def versions() -> Facts:
 
 
 def library_versions() -> Facts:
-    """Return the versions of Python and all packages, None for packages that are not installed.
+    """Return the versions of Python and of all packages in `PACKAGES`. A package that is not
+    installed has version None.
 
     The torch version includes the build, e.g. `2.13.0+cu130`, which the metadata of some wheels
     omit.
@@ -284,8 +286,8 @@ def commit() -> str | None:
 
 
 def device_facts(device: torch.device) -> Facts:
-    """Return the device name and, for a GPU, its memory and the driver, CUDA, cuDNN and NCCL
-    versions."""
+    """Return the device name and, for a GPU, its memory and the versions of the driver, CUDA, cuDNN
+    and NCCL."""
     if device.type != "cuda":
         return {"device": f"{device.type} ({machine()})"}
     facts: Facts = {

@@ -37,9 +37,9 @@ def start_groups(config: Config, **options: str) -> Groups:
     """Start the process groups for the config's layout. Destroy them with
     `parallel.comm.groups.shutdown`.
 
-    Raises RanksDifferError if ranks differ in settings, `options`, code or versions,
-    CollectiveError if not all ranks start within `parallel.timeout_seconds`, and ConfigError as
-    `check_launcher`, `check_restarts` and `allow_open_files` do.
+    Raises RanksDifferError if ranks differ in settings, `options`, code or versions. Raises
+    CollectiveError if not all ranks start within `parallel.timeout_seconds`. Also raises the
+    ConfigError of `check_launcher`, `check_restarts` and `allow_open_files`.
     """
     check_launcher()
     check_restarts()
@@ -73,7 +73,8 @@ def start_groups(config: Config, **options: str) -> Groups:
 
 
 def check_launcher() -> None:
-    """Raise ConfigError if this process is one of several ranks but cannot reach the others."""
+    """Raise ConfigError if this process is one of several ranks but MASTER_ADDR is missing, so that
+    it cannot reach the others."""
     if world_size() > 1 and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
             f"WORLD_SIZE = {world_size()} requires MASTER_ADDR, which is not set: launch with "
@@ -112,8 +113,8 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """Raise RanksDifferError on all ranks if facts differ between ranks, with one line per fact.
-    Collective."""
+    """Raise RanksDifferError on all ranks if facts differ between ranks. The error has one line per
+    differing fact. Collective."""
     lines = disagreements(facts)
     if lines:
         raise RanksDifferError("\n".join(lines))
