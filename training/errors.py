@@ -1,5 +1,5 @@
-"""Errors in user input, and failures to write optional files. For the former, commands print
-`error: ...` and exit with code 2. The latter do not end a run.
+"""Errors in user input, and failures to write optional files. If input is invalid, commands print
+`error: ...` and exit with code 2. A failure to write an optional file does not end a run.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ from parallel.error_text import described
 
 
 class InputError(ValueError):
-    """Raised for invalid input. The message states the input, the rule and the value."""
+    """Raised for invalid input. The message names the input, and states the rule and the value that
+    breaks it."""
 
 
 class ConfigError(InputError):
@@ -25,7 +26,8 @@ class DataError(InputError):
 
 
 class MissingSetError(DataError):
-    """Raised if a set's files are missing. `key` is its config key, outermost first, if known."""
+    """Raised if files of a token set are missing. `key` holds the names of the set's config key,
+    outermost first, if known."""
 
     def __init__(self, message: str, key: tuple[str, str, str] | None = None) -> None:
         super().__init__(message)
@@ -70,9 +72,9 @@ def near_name(path: Path) -> str:
 
 
 class Aid:
-    """Context manager that suppresses an OSError, so that it ends the block but not the run.
+    """Context manager that suppresses an OSError: the error ends the block, but not the run.
 
-    A warning is printed only for the first of consecutive errors.
+    If consecutive uses fail, only the first failure prints a warning.
     """
 
     def __init__(self, what: str) -> None:

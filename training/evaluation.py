@@ -25,7 +25,7 @@ from training.data.tasks import Request, Task, accuracies
 from training.data.validation_data import ValidationData
 
 PASSES = 32
-"""Check for stop requests every this many micro-batches per pipeline rank."""
+"""A run checks for stop requests every `PASSES` * (pipeline size) micro-batches."""
 
 
 def evaluate(
@@ -37,12 +37,12 @@ def evaluate(
     stop: Callable[[], bool],
     mixture: Mapping[str, float],
 ) -> dict[str, float] | None:
-    """Return the metrics of all validation sets, identical on all ranks.
+    """Return the metrics of all validation sets. All ranks get the same values.
 
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, and `val/<set>/bpb` is
-    in bits per byte of text. `val/loss` and `val/bpb` are averages by `mean_over_sets`, where
-    `mixture` contains the training set weights. All ranks call `stop` periodically; once it returns
-    True, the result is None.
+    in bits per byte of text. `val/loss` and `val/bpb` are averages computed by `mean_over_sets`;
+    `mixture` contains the weights of the training sets. All ranks call `stop` periodically; once it
+    returns True, the result is None.
     """
     metrics: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -65,7 +65,7 @@ def evaluate(
 
 
 def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
-    """Average over validation sets, weighted like the training sets of the same names.
+    """Average over validation sets. Each has the weight of the training set of the same name.
 
     If any of these training sets is missing or has weight 0, the average is unweighted.
     """
@@ -113,8 +113,8 @@ def mean_loss(
 
 
 def whole_rounds(count: int, groups: Groups) -> int:
-    """Round `count` up to a multiple of the pipeline size, as required by the interleaved schedule
-    for the number of micro-batches."""
+    """Round a number of micro-batches up to a multiple of the pipeline size, as the interleaved
+    schedule requires."""
     return -(-count // groups.pipeline.size) * groups.pipeline.size
 
 
@@ -130,8 +130,8 @@ def run_passes(
     stop: Callable[[], bool],
     length: int | None = None,
 ) -> bool:
-    """Compute the metrics of `count` micro-batches (rounded by `whole_rounds`) and pass them to
-    `add`. Return False if `stop` returned True.
+    """Compute the metrics of `count` micro-batches and pass those of each micro-batch to `add`.
+    `count` is a result of `whole_rounds`. Return False if `stop` returned True.
 
     For the other arguments see `ParallelModel.forward_backward`.
     """
@@ -156,7 +156,8 @@ def run_passes(
 
 
 def weighted_sums(batch: Batch) -> LossFunction:
-    """Return a loss function for the weighted sum of token losses and the sum of weights."""
+    """Return a loss function that computes the weighted sum of token losses and the sum of the
+    weights."""
 
     def loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         weights = batch["weight"][:, None].expand_as(token_losses).double()
@@ -169,7 +170,7 @@ def weighted_sums(batch: Batch) -> LossFunction:
 
 
 SHORTEST: Final = 16
-"""Minimum length in tokens to which sequences are padded."""
+"""Lower bound in tokens on the lengths to which sequences are padded."""
 
 
 def score(
@@ -181,12 +182,12 @@ def score(
     most_tokens: float,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return `task/<name>/acc` and `task/<name>/acc_norm` for each task and their means over tasks,
-    `task/acc` and `task/acc_norm`; identical on all ranks.
+    """Return `task/<name>/acc` and `task/<name>/acc_norm` for each task, and their means over tasks
+    as `task/acc` and `task/acc_norm`. All ranks get the same values.
 
     `vocab_size` is the vocabulary size without padding. A pass contains at most `most_tokens`
-    tokens, or a single sequence. All ranks call `stop` periodically; once it returns True, the
-    result is None.
+    tokens, except if a single sequence is longer. All ranks call `stop` periodically; once it
+    returns True, the result is None.
     """
     requests = [request for task in tasks for request in task.requests]
     likelihoods = log_likelihoods(
@@ -205,7 +206,8 @@ def score(
 
 
 def tokens_of_a_pass(train: TrainConfig, model: ModelConfig, groups: Groups) -> float:
-    """Return the number of tokens per pass for which logits take as much memory as in training."""
+    """Return the number of tokens per pass at which logits take as much memory as they do in
+    training."""
     rows = model.padded_vocab / groups.tensor.size
     share = 1.0 if train.loss_chunk is None else min(1.0, train.loss_chunk / rows)
     return share * train.micro_batch * train.sequence_length
@@ -242,8 +244,8 @@ def log_likelihoods(
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return the lengths to which sequences are padded, in ascending order: the window length
-    divided by 1, 2, 4 and so on, as long as the layout can split the result."""
+    """Return, in ascending order, the lengths to which sequences are padded. These are the window
+    length and its halves, quarters and so on, down to the shortest that the layout can split."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
@@ -252,7 +254,7 @@ def lengths(layout: Layout, window: int) -> list[int]:
 
 
 class Scorer:
-    """Computes the losses of the requests scored on this rank."""
+    """Computes the losses of those requests that this rank scores."""
 
     def __init__(
         self, model: ParallelModel, groups: Groups, requests: Sequence[Request], vocab_size: int

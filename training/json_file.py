@@ -10,7 +10,8 @@ from typing import Any, Final
 from training.errors import InputError
 
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
-"""First bytes of a Git LFS pointer, which stands in for a large file until it is fetched."""
+"""First bytes of a Git LFS pointer: a small file that stands in for a large file until that file is
+fetched."""
 UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
 
 
@@ -52,14 +53,14 @@ KERNEL: Final = ("/proc", "/sys")
 
 
 def real_path(path: str | Path) -> Path:
-    """Resolve links in `path`. Unlike `Path.resolve`, this accepts a loop of links; opening the
-    returned path then raises OSError."""
+    """Resolve links in `path`. Unlike `Path.resolve`, this raises no error for a loop of links, but
+    opening the returned path does."""
     return Path(os.path.realpath(path))
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for kernel files and for anything but regular files, as reading a FIFO would
-    block."""
+    """Raise OSError for kernel files, FIFOs and all other files that are not regular, because
+    reading them could block."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
     if any(real_path(path).is_relative_to(folder) for folder in KERNEL):
@@ -67,22 +68,23 @@ def check_regular(path: Path) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a regular file on disk. Raise OSError as `check_regular` does."""
+    """Read a regular file on disk. Raises the OSError of `check_regular`."""
     check_regular(path)
     return path.read_bytes()
 
 
 def read_json(path: str | Path) -> Any:
-    """Parse a JSON file. Raise OSError as `read_regular` and ValueError as `parse_json` do."""
+    """Parse a JSON file. Raises the OSError of `read_regular` and the ValueError of
+    `parse_json`."""
     return parse_json(read_regular(Path(path)))
 
 
 def check_shape(value: Any, shape: Any, name: str) -> None:
     """Raise InputError for the first part of `value` that does not match `shape`.
 
-    A shape is a type or a union of types, `[shape]` for a list of any length, or a mapping from
-    required keys to shapes. In a mapping, the key `...` matches all other keys. `name` is the name
-    of the value in errors.
+    A shape is one of: a type or a union of types; `[shape]`, for a list of any length; a mapping
+    from required keys to shapes. In a mapping, the key `...` matches all other keys. `name` is the
+    name of the value in errors.
     """
     if isinstance(shape, list):
         if not isinstance(value, list):

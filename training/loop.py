@@ -42,7 +42,7 @@ def ignore(*_: object) -> None:
 class Hooks:
     """Optional work around the training steps. Without hooks, the loop only trains.
 
-    report     called with metrics (identical on all ranks) and the step, if there are any metrics
+    report     called with metrics, identical on all ranks, and the step; not called without metrics
     record     called with the monitors' metrics and the step
     note       called with the kind, step and text of an event
     on_step    called with the number and result of each step
@@ -64,7 +64,8 @@ NO_HOOKS = Hooks()
 
 
 class Loop:
-    """Training loop on one rank: runs the trainer's steps, and the work due after each step."""
+    """Training loop of one rank: runs the trainer's steps and, after each step, the work that is
+    due."""
 
     def __init__(self, trainer: Trainer, hooks: Hooks = NO_HOOKS) -> None:
         self.trainer = trainer
@@ -74,8 +75,8 @@ class Loop:
     def run(self) -> Outcome:
         """Train from the current step to the last, validate, and return the outcome.
 
-        After too many consecutive skipped steps, rewind the run. Raises NonFiniteError if it cannot
-        be rewound, and CheckpointError if a checkpoint cannot be written.
+        After too many consecutive skipped steps, rewind the run. Raises NonFiniteError if the run
+        cannot be rewound, and CheckpointError if a checkpoint cannot be written.
         """
         while True:
             try:
@@ -85,7 +86,7 @@ class Loop:
                     raise
 
     def run_until_stopped(self) -> Outcome:
-        """Train until the last step or until a stop is requested, and save."""
+        """Train until the last step or until a stop is requested, then save."""
         trainer, lifecycle, profile = self.trainer, self.hooks.lifecycle, self.hooks.profile
         trainer.pace.restart(trainer.progress)
         last, validation = self.config.train.last, self.report_unreported()
@@ -106,7 +107,7 @@ class Loop:
         return Outcome(trainer.progress.step, validation or {}, reason)
 
     def step_and_report(self) -> dict[str, float] | None:
-        """Take the next step, then validate and report if due.
+        """Take the next step, then validate and report metrics if either is due.
 
         Returns the validation metrics, {} if no validation was due, or None if validation was
         interrupted by a stop request.
@@ -153,7 +154,8 @@ class Loop:
     def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
     ) -> dict[str, Any]:
-        """Return the metrics due after `step`, which used the sample range `samples`, [first, end).
+        """Return the metrics due after `step`. `samples` is the sample range [first, end) that the
+        step used.
 
         Also record the monitors' metrics, and check weights and losses.
         """
@@ -176,14 +178,15 @@ class Loop:
         return metrics
 
     def report_unreported(self) -> dict[str, float] | None:
-        """Report metrics left unreported by a stop. See `validate_and_report`."""
+        """Report the metrics that the run did not report because it was stopped. See
+        `validate_and_report`."""
         progress = self.trainer.progress
         metrics, progress.unreported = progress.unreported, {}
         return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Validate if due, report `metrics`, and return the validation metrics: {} if no validation
-        was due, and None if it was interrupted by a stop request."""
+        """Validate if due, report `metrics`, and return the validation metrics. Return {} if no
+        validation was due, and None if a stop request interrupted it."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}
@@ -209,7 +212,8 @@ class Loop:
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:
-        """Return the metrics of all validation sets, or None if interrupted by a stop request."""
+        """Return the metrics of all validation sets, or None if a stop request interrupted the
+        validation."""
         return evaluate(
             self.trainer.model,
             self.trainer.groups,
@@ -220,9 +224,9 @@ class Loop:
         )
 
     def score(self) -> dict[str, float] | None:
-        """Return the metrics of all tasks, or None if interrupted by a stop request."""
+        """Return the metrics of all tasks, or None if a stop request interrupted the evaluation."""
         groups, model, train = self.trainer.groups, self.config.model, self.config.train
-        assert model.vocab_size is not None  # `with_vocabulary` has replaced a null
+        assert model.vocab_size is not None  # `with_vocabulary` has replaced null
         return score(
             self.trainer.model,
             groups,
@@ -233,7 +237,8 @@ class Loop:
         )
 
     def paused(self, measure: Callable[[], Result]) -> Result:
-        """Call `measure` and return its result, excluding its time from the step time."""
+        """Call `measure` and return its result. The time it takes does not count toward the step
+        time."""
         with self.trainer.pace.pause(), profiler.record_function("validation"):
             return measure()
 
@@ -250,7 +255,8 @@ class Loop:
 def unigram_comparison(
     validation: Sequence[ValidationData], metrics: dict[str, float]
 ) -> list[tuple[str, float, float]]:
-    """Return (name, validation loss, unigram entropy) for each set, in nats per token."""
+    """Return a (name, validation loss, unigram entropy) triple for each set. Loss and entropy are
+    in nats per token."""
     return [
         (each.name, metrics.get(f"val/{each.name}/loss", math.nan), each.set.unigram_entropy())
         for each in validation
