@@ -16,6 +16,7 @@ from training.assignments import assignments, config_routes
 from training.config import InvalidConfigError, load_config, to_yaml
 from training.config.optimizer_section import GroupConfig
 from training.config.yaml_files import replaced
+from training.local_path import local_path
 from training.report.console import opening
 
 
@@ -226,7 +227,8 @@ def test_a_role_exists_only_under_the_units_that_make_it(minimal: Path) -> None:
 
 
 FLOATS = st.floats(min_value=1e-9, max_value=0.5)
-FOLDERS = st.text(st.characters(codec="utf-8", exclude_characters="$\\"), min_size=1, max_size=12)
+PATHS = st.text(st.characters(codec="utf-8", exclude_characters="$\\"), min_size=1, max_size=12)
+FOLDERS = PATHS.filter(lambda text: not local_path("dir", text)[1])  # "A:/" looks like a URL
 LETTERS = st.characters(exclude_characters="$\\/", exclude_categories=["C", "Zl", "Zp"])
 NAMES = st.text(LETTERS, min_size=1, max_size=12).filter(lambda s: s.strip() not in ("", ".", ".."))
 
