@@ -31,7 +31,7 @@ from training.rehearsal.trace import Launch, Trace
 aten = torch.ops.aten
 
 _SHAPES = torch.library.Library("aten", "IMPL")
-"""Shape functions for operations for which PyTorch's are missing or wrong."""
+"""Shape functions of operations whose shape functions in PyTorch are missing or wrong."""
 
 
 def efficient_attention_backward(
@@ -57,14 +57,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def value_of(dtype: torch.dtype) -> Any:
-    """Return the value read by the host from any device tensor of `dtype`: True, 1 or 1.0."""
+    """Return the value that the host reads from any device tensor of type `dtype`: True, 1 or
+    1.0."""
     if dtype == torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
 
 
 class PinnedMemory:
-    """Tracks pinned host memory, for which copies to and from the device are asynchronous."""
+    """Tracks pinned host memory, which the device can copy asynchronously."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, int] = {}  # start address to end address (exclusive)
@@ -88,8 +89,8 @@ class DeviceTensors(FakeTensorMode):
 
     Operations that only involve host tensors are run.
 
-    Raises the same errors as a real device: operands on different devices, or a host read during
-    graph capture.
+    Raises the errors that a real device would raise for operands on different devices and for a
+    host read during graph capture.
     """
 
     avoid_device_init = True
@@ -99,7 +100,8 @@ class DeviceTensors(FakeTensorMode):
         self.trace = trace
         self.pinned = PinnedMemory()
         self.integers = WeakTensorKeyDictionary()
-        """Values of integer tensors copied to the device, such as lengths that FLOPs depend on."""
+        """Values of integer tensors that were copied to the device. FLOPs depend on some of them,
+        such as document lengths."""
         self._inside = False
         self._handled: dict[OpOverload, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
@@ -129,7 +131,8 @@ class DeviceTensors(FakeTensorMode):
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
-        """Context manager to compute the shapes of results only, without recording anything."""
+        """Context manager in which operations only compute the shapes of their results and nothing
+        is recorded."""
         before = self._inside, self.trace.muted
         self._inside = self.trace.muted = True
         try:
@@ -138,13 +141,13 @@ class DeviceTensors(FakeTensorMode):
             self._inside, self.trace.muted = before
 
     def _of_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on host tensors, recording pinned memory instead of pinning it."""
+        """Run an operation on host tensors. Memory to be pinned is only recorded as pinned."""
         if not kwargs.pop("pin_memory", False):
             return func(*args, **kwargs)
         return self.pinned.pin(func(*args, **kwargs))
 
     def install(self) -> None:
-        """Replace tensor methods that bypass the dispatcher, until this process exits."""
+        """Until this process exits, replace the tensor methods that bypass the dispatcher."""
 
         def tolist(tensor: Tensor) -> Any:
             self._read("tolist", tensor)
@@ -249,7 +252,7 @@ class DeviceTensors(FakeTensorMode):
         self.trace.read(name)
 
     def _to_device(self, source: Tensor, later: bool) -> None:
-        """Record a copy to the device, which blocks the host if the memory is pageable."""
+        """Record a copy to the device. It blocks the host if `source` is in pageable memory."""
         if not later or not self.pinned.holds(source):
             self.trace.synchronize("copy to the device", self.trace.stream)
 

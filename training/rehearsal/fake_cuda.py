@@ -100,7 +100,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             trace.synchronize("stream.synchronize", self.stream_id)
 
     class Event:
-        """An event, recorded on one stream, that other streams can wait for."""
+        """An event that is recorded on one stream and that other streams can wait for."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.number = next(trace.numbers)

@@ -39,7 +39,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the path of the library, compiling it first if it does not exist."""
+    """Return the path of the compiled library. If the library does not exist, compile it first."""
     library = cache() / f"guard-{key()}.so"
     if not library.exists():
         _compile(library)
@@ -47,15 +47,17 @@ def built() -> Path:
 
 
 def key() -> str:
-    """Return a hash of the library source, torch's version and folder, and the compiler flags."""
+    """Return a hash of the library's source, the version and folder of torch, and the compiler
+    flags."""
     facts = "".join([version("torch"), str(torch_folder()), *FLAGS])
     return hashlib.sha256(SOURCE.read_bytes() + facts.encode()).hexdigest()[:16]
 
 
 def cache() -> Path:
-    """Return the folder for the compiled library, in the user's cache or a temporary folder.
+    """Return the folder for the compiled library. It is in the user's cache or, if that is not
+    possible, in the folder for temporary files.
 
-    If the existing temporary folder is writable by other users, a new one is created.
+    If other users can write to a folder that exists there, a new one is created.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (home / "spectrain", Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"):
@@ -96,7 +98,7 @@ def compiler() -> str:
 
 
 def _compile(library: Path) -> None:
-    """Compile the source, and atomically move the result to `library`."""
+    """Compile the source, then move the result to `library` atomically."""
     torch = torch_folder()
     headers = [torch / "include", torch / "include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:

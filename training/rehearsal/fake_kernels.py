@@ -1,7 +1,7 @@
 """Mimics kernels and tensor types that differ on a GPU.
 
-Without a GPU, PyTorch does not choose the same attention kernel as on a GPU, and builds without
-CUDA run a norm as five operations. Launches of Spectrain's Triton kernels and liger-kernel's loss
+Without a GPU, PyTorch chooses other attention kernels than on a GPU, and its builds without CUDA
+run a norm as five operations. Launches of Spectrain's Triton kernels and liger-kernel's loss
 kernels are recorded. If requested, each specialisation of Spectrain's kernels is compiled once.
 """
 
@@ -29,22 +29,22 @@ from training.rehearsal.trace import Launch, Trace, size_of
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
 LOWER_RIGHT = 2
-"""The kernels' constant for a causal mask aligned to the last query and key."""
+"""Constant with which the kernels denote a causal mask aligned to the last query and key."""
 
 
 @dataclass(frozen=True)
 class LowerRight:
-    """A causal mask aligned to the last query and key, because fake tensors do not support
-    PyTorch's mask type."""
+    """A causal mask aligned to the last query and key. It stands in for PyTorch's mask type, which
+    fake tensors do not support."""
 
     queries: int
     keys: int
 
 
 def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> None:
-    """Replace attention and its kernel selection, norms, compiled functions, Triton kernels, expert
-    routing and `Module.to` until this process exits. If `compiled` is true, each specialisation of
-    Spectrain's Triton kernels is compiled for the simulated device."""
+    """Until this process exits, replace attention and its kernel selection, norms, compiled
+    functions, Triton kernels, expert routing and `Module.to`. If `compiled` is true, each
+    specialisation of Spectrain's Triton kernels is compiled for the simulated device."""
     kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
@@ -58,8 +58,8 @@ def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> Non
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether flash attention supports the inputs: a 16-bit dtype and the same head
-    dimension, at most 256, for all of them."""
+    """Return whether flash attention supports the inputs. It requires a 16-bit dtype, and one head
+    dimension of at most 256 for all inputs."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
@@ -71,7 +71,7 @@ class FusedAttention:
     newer: bool
 
     def choice(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
-        """Return the kernel's value in `SDPBackend`."""
+        """Return the value in `SDPBackend` of the kernel chosen for these inputs."""
         if not takes_flash(query, key, value):
             return int(SDPBackend.EFFICIENT_ATTENTION.value)
         flash = SDPBackend.CUDNN_ATTENTION if self.newer else SDPBackend.FLASH_ATTENTION
@@ -124,7 +124,7 @@ class FusedAttention:
 
 @dataclass(frozen=True)
 class FusedFunction:
-    """A function that launches one kernel forward and one backward.
+    """A function that launches one kernel in the forward pass and one in the backward pass.
 
     per_row   whether one number per row is saved for the backward pass
     """
@@ -135,12 +135,12 @@ class FusedFunction:
 
 
 def install_fused(trace: Trace, mode: DeviceTensors) -> None:
-    """Replace `torch.compile`, and `rms_norm` on the device, until this process exits.
+    """Until this process exits, replace `torch.compile`, and `rms_norm` for device tensors.
 
     A fused function reads its arguments once and writes its results once. Its backward pass reads
     the saved arguments and the gradients of the results, and writes the gradients of the arguments.
-    These include gains, because inductor reduces over rows and columns in one kernel. The tensors
-    returned by `read_again` are read twice.
+    The arguments include gains, because inductor reduces over rows and over columns in the same
+    kernel. The backward pass reads the tensors returned by `read_again` twice.
     """
 
     class Fused(torch.autograd.Function):
@@ -210,16 +210,16 @@ def is_gated(function: Callable[..., Any]) -> bool:
 
 
 def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
-    """Return the tensors read twice by inductor's backward pass of a gated activation.
+    """Return the tensors that inductor reads twice in the backward pass of a gated activation.
 
-    To concatenate the gradients of gate and up, it reads two tensors a second time: the `gradient`
-    `[..., d]` of the result, and the gate, which is half of `wide` `[..., 2 d]`.
+    To concatenate the gradients of gate and up, inductor reads two tensors a second time: the
+    `gradient` `[..., d]` of the result; and the gate, which is half of `wide` `[..., 2 d]`.
     """
     return [gradient, wide.chunk(2, -1)[0]]
 
 
 def install_experts(trace: Trace) -> None:
-    """Make MoE layers route the same number of rows to every expert, until this process exits.
+    """Until this process exits, make MoE layers route the same number of rows to every expert.
 
     In a real run, these numbers depend on the weights.
     """
@@ -240,7 +240,7 @@ def install_experts(trace: Trace) -> None:
 
 
 def shares(total: int, parts: int) -> list[int]:
-    """Split `total` into `parts` integers that differ by at most one."""
+    """Split `total` into a sum of `parts` integers that differ by at most one."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
@@ -248,8 +248,8 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """Stand in for `module.to(device)`, which cannot convert a real parameter to a fake one in
     place.
 
-    Parameter attributes, such as Megatron's tensor-parallel attributes, are copied, unless the new
-    fake parameter already has them.
+    Attributes of the parameter, such as Megatron's tensor-parallel attributes, are copied to the
+    fake parameter if it does not have them yet.
     """
     for each in module.modules():
         for name, parameter in list(each._parameters.items()):
@@ -268,7 +268,7 @@ class HostArgumentError(RuntimeError):
 
 
 def install_triton(trace: Trace, *, compiled: bool) -> None:
-    """Record launches of Spectrain's Triton kernels until this process exits. If `compiled` is
+    """Until this process exits, record launches of Spectrain's Triton kernels. If `compiled` is
     true, each specialisation is compiled for the simulated device."""
     if not has_triton():
         return
@@ -289,7 +289,7 @@ def install_triton(trace: Trace, *, compiled: bool) -> None:
         written = launch.written
         read = [x for x in launch.read if not any(x is w for w in written)]
         kind = OPERANDS.get((read or written)[0].dtype, "fp32")
-        thrice = launch.arguments.get("PRECISION") == "tf32x3"  # runs on tensor cores
+        thrice = launch.arguments.get("PRECISION") == "tf32x3"  # these matmuls run on tensor cores
         work = Work(
             sum(size_of(x) for x in (*read, *written, *launch.changed)),
             launch.flops * (3 if thrice else 1),
@@ -326,12 +326,12 @@ class Kernel:
 
 
 def liger_kernels() -> ModuleType:
-    """Return liger-kernel's loss module, which takes seconds to import."""
+    """Import and return liger-kernel's loss module. The import takes seconds."""
     return importlib.import_module("liger_kernel.ops.vocab_parallel_cross_entropy")
 
 
 def install_liger(trace: Trace) -> None:
-    """Record launches of liger-kernel's loss until this process exits."""
+    """Until this process exits, record launches of the kernels of liger-kernel's loss."""
     made = ("EXP_ptr", "pred_ptr", "sum_exp_ptr")
     for part, names in (("forward", {"made": made}), ("backward", {"changed": ("EXP_ptr",)})):
         name = f"liger_vocab_parallel_ce_{part}_kernel"

@@ -1,10 +1,11 @@
-"""Compares collectives across all ranks. A run hangs if collectives or their order differ.
+"""Compares collectives across all ranks. A run hangs if collectives or their order differ between
+ranks.
 
 Within a group, the calls of all ranks must have the same operation, dtype and size, in the same
 order. In an all-to-all, the number of elements that rank a expects from rank b must match the
-number that b sends to a. Between two ranks, sends must match receives, batch by batch. All calls
-must be able to complete under NCCL's rules: a group runs one call at a time, and a call waits until
-its peers have started the same call.
+number that b sends to a. Between two ranks, the sends in each batch must match the receives of the
+other rank. All calls must be able to complete under NCCL's rules: a group runs one call at a time,
+and a call waits until its peers have started the same call.
 """
 
 from collections import defaultdict
@@ -19,8 +20,8 @@ OTHER_SIDE = {"send": "receive", "receive": "send"}
 
 
 def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return a message about the first mismatch in each group and each pair of ranks or, if there
-    are no mismatches, about deadlocks."""
+    """Return one message about the first mismatch in each group, and one about that between each
+    pair of ranks. If there are no mismatches, return messages about deadlocks."""
     sentences: list[str] = []
     for channel, members in channels(calls).items():
         sentences += _of_group(channel, members, calls)
@@ -29,12 +30,12 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 Event = tuple[int, int, str]
-"""(rank, call number, kind). Kind "stream": the current stream reaches the call; kind "call": the
-call runs. A batch is numbered by its first call."""
+"""An event is (rank, call number, kind). Kind "stream" means that the current stream reaches the
+call, kind "call" that the call runs. The calls of a batch have the number of its first call."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Yield a message for each rank with a call that never starts. The calls must match.
+    """Yield a message for each rank with a call that never starts. `calls` must have no mismatches.
 
     A group runs its calls in sequence. A call starts after the work that the current stream has
     waited for, and completes once all of its peers have started the same call.
@@ -69,7 +70,8 @@ def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
 
 
 def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event], object | None]]:
-    """Yield (event, preceding events, key shared with peers or None) for each event of a rank."""
+    """Yield an (event, preceding events, key) triple for each event of a rank. The key is the one
+    that matching events of peers have, or None."""
     first: dict[object, int] = {}  # first call of each batch
     last: dict[str, Event] = {}  # last event of each group
     counts: dict[object, int] = defaultdict(int)
@@ -91,7 +93,7 @@ def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event
 
 
 def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
-    """Return the known ranks of each group in use, by name."""
+    """Map the name of each group in use to the ranks of the group whose calls are known."""
     groups = {call.channel: call.group for of_rank in calls.values() for call in of_rank}
     return {name: tuple(r for r in group if r in calls) for name, group in groups.items()}
 
@@ -99,7 +101,7 @@ def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
 def _of_group(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Describe the first collective of a group that differs across its ranks."""
+    """Describe the first collective of a group that is not the same on all ranks of the group."""
     first = members[0]
     sequences = {
         rank: [c for c in calls[rank] if c.channel == channel and c.peer is None]
@@ -121,8 +123,8 @@ def _of_group(
 
 
 def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
-    """Describe the first pair of ranks in an all-to-all whose sent and expected sizes do not
-    match."""
+    """Describe the first pair of ranks in an all-to-all for which the size sent differs from the
+    size expected."""
     if next(iter(calls.values())).kind != "all_to_all":
         return None
     for (source, sent), (target, received) in product(calls.items(), repeat=2):
@@ -155,14 +157,14 @@ def _of_pairs(
 
 
 def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]:
-    """Return the sends to and receives from a peer, grouped by batch."""
+    """Return the sends to a peer and the receives from it, grouped by batch."""
     exchanged = enumerate(c for c in calls if c.channel == channel and c.peer == peer)
     batches = grouped(exchanged, lambda numbered: numbered[1].batch or -1 - numbered[0])
     return [[call for _, call in batch] for batch in batches.values()]
 
 
 def _described(call: Call | None) -> str:
-    """Format the fields that must be equal on all ranks."""
+    """Format those fields of a call that must be equal on all ranks."""
     if call is None:
         return "nothing"
     return " ".join(filter(None, (f"{call.kind} of {call.numel} {call.dtype}", call.detail)))

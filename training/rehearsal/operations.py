@@ -24,7 +24,7 @@ SILENT: Final = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
     "lift", "_unsafe_view", "set_", "resize_", "is_same_size",
 }  # fmt: skip
-"""Operations that launch no kernel even though they are not views."""
+"""Names of operations that launch no kernel although they are not views."""
 
 HEADS_INSIDE: Final = (
     torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward,
@@ -50,26 +50,26 @@ CAUSAL: Final = (
     torch.ops.aten._scaled_dot_product_efficient_attention_backward,
     *HEADS_INSIDE,
 )
-"""Fused attention, always used with a causal mask in Spectrain."""
+"""Operations of fused attention. Spectrain always uses them with a causal mask."""
 
 PRODUCTS: Final = (
     torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm,
 )  # fmt: skip
-"""Matmuls of their last two tensor arguments."""
+"""Operations that multiply their last two tensor arguments."""
 
 GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
-"""Operations that read only as many elements of their first argument as they return."""
+"""Names of operations that read only as many elements of their first argument as they return."""
 
 OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_"}
-"""In-place operations that do not read the memory they write to."""
+"""Names of in-place operations that do not read the memory that they write to."""
 
 LIST_TENSORS: Final = 110, 64, 48, 36, 30
-"""Maximum number of tensors per launch of an operation on 1, 2, ... tensor lists, as in PyTorch's
-multi_tensor_apply."""
+"""Maximum number of tensors of a list per launch of an operation on 1, 2, ... lists of tensors, as
+in PyTorch's multi_tensor_apply."""
 LIST_CHUNK: Final = 65536
-"""Number of elements per block of an operation on tensor lists."""
+"""Number of elements per block of an operation on lists of tensors."""
 LIST_BLOCKS: Final = 320
-"""Maximum number of blocks per launch of an operation on tensor lists."""
+"""Maximum number of blocks per launch of an operation on lists of tensors."""
 
 OPERANDS: Final = {
     torch.float64: "fp64",
@@ -79,12 +79,12 @@ OPERANDS: Final = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-"""Key of `Device.peak`, by operand dtype."""
+"""Maps the dtype of operands to a key of `Device.peak`."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of an operation, from its schema.
+    """Properties of an operation, derived from its schema.
 
     silent    whether the operation launches no kernel
     written   positions and names of the arguments written by the operation
@@ -97,7 +97,7 @@ class Kind:
 
 @cache
 def kind_of(function: OpOverload) -> Kind:
-    """Return the properties of an operation from its schema."""
+    """Derive the properties of an operation from its schema."""
     name = function.overloadpacket.__name__
     schema = function._schema
     written: set[int | str] = set()
@@ -120,7 +120,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def arguments(
     kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors read and the arguments written by an operation."""
+    """Return the tensors that an operation reads and the tensors among its arguments that it
+    writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
@@ -132,8 +133,8 @@ def arguments(
 
 
 def moved_bytes(kind: Kind, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
-    """Return the bytes moved by an operation if it reads each argument and writes each result
-    once."""
+    """Return the number of bytes that an operation moves if it reads each argument once and writes
+    each result once."""
     written = sum(size_of(x) for x in writes)
     if kind.name in GATHERS:
         return 2 * written + sum(size_of(x) for x in reads[1:])
@@ -144,16 +145,17 @@ IN_PLACE: Final = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
-"""In-place matmuls without a FLOP formula in PyTorch, with the operation whose formula applies."""
+"""Maps in-place matmuls, for which PyTorch has no FLOP formula, to the operation whose formula
+applies."""
 
 
 FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
     torch.ops.aten.linalg_cholesky_ex: lambda x: x.numel() * x.shape[-1] / 3,
     torch.ops.aten.linalg_solve_triangular: lambda factor, b: float(b.numel() * factor.shape[-1]),
 }
-"""FLOPs as functions of tensor arguments, for operations without a FLOP formula in PyTorch:
-Cholesky factorisations of x `[..., n, n]`, and triangular solves with right-hand sides `[..., n,
-columns]`."""
+"""Maps operations for which PyTorch has no FLOP formula to functions that compute the FLOPs from
+their tensor arguments. These operations are Cholesky factorisations of x `[..., n, n]`, and
+triangular solves with right-hand sides `[..., n, columns]`."""
 
 EIGENVALUES: Final = (
     torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd, torch.ops.aten.linalg_eig,
@@ -165,9 +167,9 @@ by a host-side error check."""
 def share_of(
     device: Device, function: OpOverload, operands: str, reads: Sequence[Tensor]
 ) -> float | None:
-    """Return the fraction of the peak achieved by an operation with matmuls.
+    """Return the fraction of peak FLOP/s that an operation with matmuls achieves.
 
-    None stands for the fraction achieved by a large matmul.
+    None stands for the fraction that a large matmul achieves.
     """
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if function.namespace == VARYING:
@@ -192,7 +194,7 @@ def share_of(
 
 def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
     """Return the time in seconds of an eigenvalue or singular value decomposition, which processes
-    columns sequentially, or 0 for other operations."""
+    columns sequentially. Return 0 for other operations."""
     if function.overloadpacket not in EIGENVALUES:
         return 0.0
     return EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])
@@ -230,8 +232,8 @@ def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
 def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     """Return the approximate number of kernels launched by an operation.
 
-    Launches on tensor lists are limited in the number of tensors and blocks. If dtypes differ, each
-    tensor gets its own launch, except in copies.
+    For an operation on lists of tensors, the numbers of tensors and blocks per launch are limited.
+    If dtypes differ, each tensor gets its own launch, except in copies.
     """
     lists = [
         value

@@ -10,7 +10,7 @@ from training.rehearsal import fake_driver
 
 
 def prepare() -> None:
-    """Create the device, and import the modules used by all ranks, which takes seconds."""
+    """Create the device and import the modules that all ranks use. The imports take seconds."""
     warnings.filterwarnings("ignore")
     gc.disable()  # imports create no garbage
     fake_driver.load()
@@ -25,12 +25,12 @@ def prepare() -> None:
 
     if has_liger():
         liger_kernels()
-    gc.freeze()  # exclude objects shared with forks from garbage collection
+    gc.freeze()  # forks share these objects, so exclude them from garbage collection
     gc.enable()
 
 
 def uncompiled(function: object = None, **options: object) -> object:
-    """Stand in for `torch.compile`, returning the function unchanged."""
+    """Stand in for `torch.compile`: return the function unchanged."""
     return (lambda each: each) if function is None else function
 
 

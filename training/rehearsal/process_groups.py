@@ -1,7 +1,7 @@
 """Process groups of any size, without peers. Collectives are recorded and complete immediately.
 
 Ranks exchange plain values when a run starts and when it is saved. A rehearsed rank receives copies
-of its own values. `install` replaces functions that would need other ranks' values to differ.
+of its own values. `install` replaces functions that would fail if all ranks had the same values.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,12 @@ from training.rehearsal.program import place, put, replace_everywhere
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
-"""Typed as `Any`, because its annotations describe overloads not called by `torch.distributed`."""
+"""Typed as `Any`, because the annotations of `ProcessGroup` describe overloads that
+`torch.distributed` does not call."""
 
 
 class BackendError(RuntimeError):
-    """Raised when a tensor is on a device not supported by the collective's backend."""
+    """Raised when a tensor is on a device that the collective's backend does not support."""
 
 
 class NoBackend:
@@ -34,7 +35,7 @@ class NoBackend:
 
 
 class Work(dist.Work):
-    """A collective in flight, which holds references to its tensors until `wait` is called."""
+    """A collective in flight. It holds references to its tensors until `wait` is called."""
 
     def __init__(self, done: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -51,9 +52,9 @@ class Work(dist.Work):
 class RehearsedGroup(ProcessGroup):
     """A process group of any size in which only this rank exists.
 
-    Collectives of NCCL groups require device tensors. They run on the group's stream if
-    asynchronous, otherwise on the current stream. Collectives of gloo groups require host tensors.
-    Their results are computed as if all ranks had the same values.
+    Collectives of NCCL groups require device tensors. Asynchronous collectives run on the group's
+    stream, all others on the current stream. Collectives of gloo groups require host tensors, and
+    their results are computed as if all ranks had the same values.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], trace: Trace, name: str) -> None:
@@ -128,8 +129,9 @@ class RehearsedGroup(ProcessGroup):
         return dist.get_backend(self) == "nccl"
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the number of elements sent to or received from each rank. If `rows` is empty,
-        elements are split evenly."""
+        """Return how many elements of `tensor` are sent to, or received from, each rank. `rows`
+        states how many rows of `tensor` these are. If `rows` is empty, elements are split
+        evenly."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         if sum(rows) != tensor.shape[0]:
@@ -194,7 +196,8 @@ def operation(reduction: Any) -> str:
 
 
 def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
-    """Return the parts of `whole` written by a gather, excluding `piece` if it is in `whole`."""
+    """Return the parts of `whole` that a gather writes. If `piece` is a slice of `whole`, it is not
+    among them."""
     same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
     if not same or not whole.is_contiguous():
         return [whole]
@@ -266,7 +269,7 @@ def _install_exchanges(trace: Trace) -> None:
         note("broadcast_object_list", group)
 
     def first_rank(call: Callable[[], Any]) -> Any:
-        """Return the result of `call`: every rehearsed rank acts as the first rank."""
+        """Return the result of `call`, because every rehearsed rank acts as the first rank."""
         note("broadcast_object_list")
         return call()
 
@@ -284,7 +287,8 @@ def _install_exchanges(trace: Trace) -> None:
 
 
 def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
-    """Wrap `stage` to return an empty plan after the copy, so that no writer process is started."""
+    """Wrap `stage` so that it copies the state but returns an empty plan, for which no writer
+    process is started."""
 
     def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
         real(self, *arguments)

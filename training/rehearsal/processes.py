@@ -72,7 +72,8 @@ def performed(jobs: Sequence[bytes], max_processes: int | None = None) -> list[b
 
 
 def places(paths: Sequence[Path]) -> str:
-    """Describe the number of jobs whose report is in `paths`, and the progress of all others."""
+    """Return a text on how many of the jobs have written their report to `paths`, and on the
+    progress of the other jobs."""
     done = sum(path.exists() for path in paths)
     here = [path.with_suffix(".at") for path in paths if not path.exists()]
     texts = [path.read_text(encoding="utf-8") for path in here if path.exists()]
@@ -80,7 +81,7 @@ def places(paths: Sequence[Path]) -> str:
 
 
 def start_server() -> None:
-    """Start this process's fork server, if it is not running, with the project root in its
+    """If this process's fork server is not running, start it with the project root in its
     PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
@@ -93,7 +94,8 @@ def start_server() -> None:
 
 
 def check(process: ForkServerProcess, path: Path) -> None:
-    """Raise RehearsalError, with the output of `process`, if its exit code is nonzero."""
+    """If the exit code of `process` is nonzero, raise RehearsalError with the output of
+    `process`."""
     process.join()
     if process.exitcode:
         printed = path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
@@ -105,7 +107,7 @@ def check(process: ForkServerProcess, path: Path) -> None:
 def rehearse(job: bytes, path: Path) -> None:
     """Rehearse one job, write its report to `path`, and exit.
 
-    The process also exits when its parent process does.
+    If its parent process exits, the process exits, too.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

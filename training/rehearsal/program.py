@@ -12,8 +12,8 @@ ENGINE = "/megatron/core/"
 
 
 def place() -> str:
-    """Return `file:line` of the innermost frame in the project (excluding rehearsals) or
-    megatron-core, or `?` if there is none."""
+    """Return `file:line` of the innermost frame in megatron-core or in the project, not counting
+    rehearsals. Return `?` if there is no such frame."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = name_of(frame.f_code.co_filename)
@@ -25,8 +25,8 @@ def place() -> str:
 
 @cache
 def name_of(path: str) -> str | None:
-    """Return the name of a file in the project (excluding rehearsals) or megatron-core, or None for
-    other files."""
+    """Return the name of a file that belongs to megatron-core or to the project, not counting
+    rehearsals. Return None for other files."""
     if path.startswith(str(HERE)):
         return None
     if ENGINE in path:
@@ -52,7 +52,7 @@ def put(owner: object, name: str, thing: object) -> None:
 def replace_everywhere(old: object, new: object) -> None:
     """Replace the function `old` with `new` in all project modules that have imported it.
 
-    Raises LookupError if it has only been imported by rehearsal modules.
+    Raises LookupError if only rehearsal modules have imported it.
     """
     uses = [
         (module, key)

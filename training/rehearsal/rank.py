@@ -33,7 +33,7 @@ from training.run import train
 from training.step import Trainer
 
 PLAIN_STEP = 2
-"""The step used to represent steps without periodic work (plain steps)."""
+"""The step that represents all plain steps, i.e. steps without periodic work."""
 
 MICROBATCHES = 4
 """Maximum number of micro-batches per step in a rehearsal without pipeline parallelism. Further
@@ -42,7 +42,7 @@ micro-batches are assumed to be the same."""
 
 @dataclass(frozen=True)
 class Scenario:
-    """A config, modified for a rehearsal. Its last step is monitored, validated and saved.
+    """A config modified for a rehearsal, whose last step is monitored, validated and saved.
 
     microbatches   number of micro-batches per step and rank in the real run
     rehearsed      number of rehearsed micro-batches per step and rank
@@ -86,7 +86,7 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
 
 
 def with_known_kernels(config: Config) -> Config:
-    """Return `config` with kernels supported by rehearsals.
+    """Return `config` with kernels that rehearsals support.
 
     The aot_eager backend replaces inductor. If liger-kernel is not installed on this machine, the
     loss is rehearsed operation by operation. If triton is not installed, backward passes are
@@ -104,8 +104,8 @@ def with_known_kernels(config: Config) -> Config:
 
 
 def last_step(config: Config) -> int:
-    """Return the last step, which is monitored. It comes after at least one plain step and, with a
-    CUDA graph, one replay."""
+    """Return the last step of a rehearsal, which is monitored. At least one plain step precedes it
+    and, with a CUDA graph, one replay."""
     compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)
@@ -117,7 +117,7 @@ class RankReport:
 
     error    first error and where it occurred; None if there was none
     counts   counts by step and phase
-    marks    cumulative counts at the start of each forward pass in the plain step
+    marks    counts so far, at the start of each forward pass in the plain step
     findings messages about unordered accesses and float32 matmuls in TF32
     calls    collectives in program order
     side_pools        bytes reserved by the allocator for streams other than the default stream
@@ -172,7 +172,7 @@ class Job:
 
 
 def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:
-    """Replace the GPU and all other ranks until this process exits."""
+    """Until this process exits, replace the GPU and all other ranks."""
     os.environ |= {
         "RANK": str(trace.rank),
         "WORLD_SIZE": str(world),
@@ -185,7 +185,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     fake_cuda.install(trace)
     process_groups.install(trace, world)
     fake_kernels.install(trace, mode, compiled=compiled)
-    # Initial values do not affect the report; only their copy to the device does.
+    # The copy of initial weights to the device affects the report, but their values do not.
     replace_everywhere(initial_weights.draws, undrawn)
     return mode
 
@@ -222,7 +222,7 @@ def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]
 
 
 def described(error: BaseException) -> str:
-    """Format an error with its type, message, and innermost source line in the project or
+    """Format an error: its type, its message, and the innermost source line in the project or
     megatron-core."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{name}:{f.lineno}" for f in frames if (name := name_of(f.filename)) is not None]

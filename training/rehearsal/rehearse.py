@@ -1,4 +1,4 @@
-"""Runs a rehearsal, from the config to a report on all rehearsed ranks, as text and JSON."""
+"""Runs a rehearsal: from the config to a report, as text and JSON, on all rehearsed ranks."""
 
 import argparse
 import json
@@ -24,12 +24,12 @@ from training.report.text import table
 
 SHOWN: Final = 8
 BACKWARD: Final = 0.66
-"""Fraction of a micro-batch's compute time spent in the backward pass."""
+"""Fraction of a micro-batch's compute time that the backward pass takes."""
 
 
 @dataclass
 class Report:
-    """The report of a rehearsal. With several ranks, all values are maxima over ranks.
+    """The report of a rehearsal. If several ranks are rehearsed, all values are maxima over ranks.
 
     error      first error and where it occurred; None if the run would succeed
     phases     counts for a step without periodic work (forward_backward and optimizer), for the
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Peak memory of the run."""
+        """Peak memory of the run in bytes."""
         return max(
             [self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())]
         )
@@ -93,7 +93,8 @@ class Report:
 def combined(
     reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
 ) -> Report:
-    """Combine the reports of all rehearsed ranks. `mismatches` comes from `matching.mismatches`."""
+    """Combine the reports of all rehearsed ranks. `mismatches` is the result of
+    `matching.mismatches`."""
     report = Report(world, [each.rank for each in reports], device)
     report.phases = {name: Counts() for name in PHASES}
     for each in reports:
@@ -115,7 +116,7 @@ def combined(
 
 
 def step_seconds(reports: Sequence[RankReport]) -> float:
-    """Return the modelled step time on the slowest rank, including the wait for other stages.
+    """Return the modelled step time of the slowest rank, including its wait for other stages.
 
     As in a plan (parallel/plan/step_time.py), gradient reduction overlaps with the last
     micro-batch's backward pass, and weight gathering with the first micro-batch's forward pass.
@@ -142,7 +143,8 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
 def first_error(
     reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
 ) -> str | None:
-    """Return the first failure: an error, out of memory, unordered accesses or a hang."""
+    """Return a message on the first failure: an error, running out of memory, unordered accesses or
+    a hang. Return None if there is none."""
     for each in reports:
         if each.error is not None:
             return f"rank {each.rank}: {each.error}"
@@ -180,7 +182,7 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
         "checkpoint": counts(last, "checkpoint"),
     }
     for name in ("forward_backward", "optimizer"):
-        # From step 2 on, memory includes tensors kept by the monitors for comparison.
+        # From step 2 on, memory includes tensors that the monitors keep for comparison.
         phases[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
     return phases
 
@@ -188,8 +190,8 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
     """Return the counts for one micro-batch.
 
-    These are the difference between the last two rounds of forward passes or, if there is only one
-    round, `counts` divided by the number of micro-batches.
+    They are derived from the difference between the starts of the last two rounds of forward
+    passes. If there is only one round, they are `counts` divided by the number of micro-batches.
     """
     scenario = report.scenario
     assert scenario is not None
@@ -257,7 +259,7 @@ def row(name: str, counts: Counts) -> tuple[str, ...]:
 
 
 def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:
-    """Return lines about the host syncs in plain steps, by source line."""
+    """Return one line for each source line at which a plain step waits for the device."""
     counts = sum(counters, Counter())
     return [f"{title} in every step: {count} {place}" for place, count in counts.most_common(SHOWN)]
 
@@ -278,9 +280,8 @@ def rehearse(
     """Rehearse `config` on `world` simulated GPUs of the same type.
 
     `ranks` defaults to the first rank of each pipeline stage. If all ranks are rehearsed, their
-    collectives are compared. If `compiled` is true, Triton kernels are compiled. Raises GuardError
-    if this machine cannot run rehearsals, and RehearsalError if a process exited without a
-    report.
+    collectives are compared. If `compiled` is True, Triton kernels are compiled. Raises GuardError
+    if this machine cannot run rehearsals, and RehearsalError if a process exited without a report.
     """
     ranks = chosen(config, None, world) if ranks is None else ranks
     planned = plan_run(with_known_kernels(config), world, device)
@@ -324,8 +325,8 @@ def run(config: Config, options: argparse.Namespace) -> int:
 
 
 def chosen(config: Config, rank: int | None, world: int) -> list[int]:
-    """Return the ranks to rehearse: `rank`, or all ranks for -1, or the first rank of each pipeline
-    stage for None."""
+    """Return the ranks to rehearse. If `rank` is None, these are the first ranks of all pipeline
+    stages; if it is -1, all ranks; otherwise, only `rank`."""
     if rank is None:  # the pipeline is the outermost axis of Megatron's ranks
         return list(range(0, world, world // config.parallel.pipeline))
     if rank >= world:

@@ -1,15 +1,16 @@
 """Detects unordered memory accesses across streams.
 
-Each stream has a vector clock, which stores, for every stream, the last access known to complete
-before its own next work. An event passes the clock of the recording stream to the waiting stream.
-The clocks must order any two accesses to the same bytes if one of them is a write.
+Each stream S has a vector clock. For every stream, it stores the last access that is known to
+complete before the next work on S. An event passes the clock of the recording stream to the waiting
+stream. If two streams access the same bytes and one of the accesses is a write, the clocks must
+order the two accesses.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Clock = dict[int, int]
-"""Number of the last access known to have completed, by stream."""
+"""Maps each stream to the number of its last access that is known to have completed."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Access:
 
 @dataclass
 class Memory:
-    """State of one storage: the stream that allocated it, and the accesses to its parts. Accesses
-    covered by later ones are dropped."""
+    """State of one storage: the stream that allocated it, and the accesses to its parts. An access
+    whose bytes a later access covers is dropped."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
@@ -50,7 +51,8 @@ class Memory:
 
 
 class StreamOrder:
-    """Tracks the order of all accesses in a process. `findings` describes unordered pairs."""
+    """Tracks the order of all accesses in a process. `findings` describes the pairs of accesses
+    that are not ordered."""
 
     def __init__(self) -> None:
         self.findings: list[str] = []
@@ -75,8 +77,8 @@ class StreamOrder:
         self._join(self.clock(stream), self._events.get(event, {}))
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Record that the host waits for `stream`, or for all streams if it is None. All later work
-        is ordered after the work waited for."""
+        """Record that the host waits for `stream`, or for all streams if `stream` is None. All
+        later work is ordered after the work that the host waits for."""
         streams = [*self._clocks] if stream is None else [stream]
         for each in streams:
             self._join_all(self.clock(each))
@@ -91,7 +93,8 @@ class StreamOrder:
             self._join(clock, waited)
 
     def allocate(self, storage: int, stream: int) -> None:
-        """Start tracking memory allocated by the host while `stream` was current."""
+        """Start tracking memory that the host has allocated while `stream` was the current
+        stream."""
         self._memory[storage] = Memory(stream)
 
     def access(
@@ -122,8 +125,8 @@ class StreamOrder:
     def free(self, storage: int) -> None:
         """Stop tracking memory freed by the host.
 
-        The stream that allocated it may reuse the memory, so this stream must be ordered after all
-        accesses by other streams.
+        The stream on which the memory was allocated may reuse it, so the accesses of all other
+        streams must be ordered before the next work on this stream.
         """
         memory = self._memory.pop(storage)
         now = Access(memory.stream, self._number, "memory reuse", "the allocator")

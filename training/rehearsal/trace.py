@@ -19,7 +19,7 @@ from training.rehearsal.stream_order import Part, StreamOrder
 
 @dataclass
 class Counts:
-    """Sums over a part of a run. Places are given as `name at file:line`.
+    """Sums over a part of a run. A place is the text `name at file:line`.
 
     launches            number of kernels (including Triton kernels), copies and fills, excluding
                         collectives
@@ -50,13 +50,14 @@ class Counts:
 
     @property
     def modelled_seconds(self) -> float:
-        """Estimated time in seconds of all launches and collectives, run in sequence."""
+        """Estimated time in seconds of all launches and collectives if they run one after the
+        other."""
         return self.kernel_seconds + sum(self.sending.values())
 
     @property
     def exposed_seconds(self) -> float:
-        """Estimated time in seconds, excluding gradient reductions and weight gathers, which
-        overlap."""
+        """Estimated time in seconds without gradient reductions and weight gathers, which overlap
+        with other work."""
         hidden = self.sending.get("gradients", 0.0) + self.sending.get("weights", 0.0)
         return self.modelled_seconds - hidden
 
@@ -71,7 +72,7 @@ class Counts:
         return total
 
     def as_dict(self) -> dict[str, float]:
-        """Return the counts for JSON."""
+        """Return the counts as the values to write to JSON."""
         return {
             "launches": self.launches,
             "triton_launches": self.triton_launches,
@@ -85,8 +86,8 @@ class Counts:
 
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
-    """Combine two numbers with `number`, or two records or mappings entry by entry, dropping zeros
-    in counters."""
+    """Combine two numbers by calling `number`, and two records or mappings by combining their
+    entries. Zeros in counters are dropped."""
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
     if isinstance(one, dict):
@@ -108,10 +109,11 @@ SETUP = "setup"
 STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
-"""Names passed to `record_function` in training/step.py and loop.py; `STEP` marks the start of a
-step."""
+"""Names that training/step.py and loop.py pass to `record_function`. The name `STEP` marks the
+start of a step."""
 MATHEMATICS = (OPTIMIZER, "monitors")
-"""Phases whose float32 matmuls must be IEEE, whatever the precision of the forward pass."""
+"""Phases whose float32 matmuls must use IEEE float32, regardless of the precision of the forward
+pass."""
 
 
 class CaptureError(RuntimeError):
@@ -123,7 +125,8 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """A process group call. Some fields must be equal or match across the ranks of the group.
+    """A call of a process group. Some of the fields must be equal, or must match, across the ranks
+    of the group.
 
     group     global ranks of the group, in group order
     channel   name of the group; several groups may have the same ranks
@@ -168,7 +171,7 @@ ROUNDING = 512
 
 
 class Allocations:
-    """Tracks storages from their first use until they are freed by the host.
+    """Tracks each storage from its first use until the host frees it.
 
     live, peak   current bytes, and peak bytes since `peak` was reset
     pools        peak bytes by the stream current at allocation: PyTorch's allocator has a pool per
@@ -185,8 +188,8 @@ class Allocations:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def storage(self, tensor: Tensor, stream: int) -> int:
-        """Return the id of a tensor's storage, counting its bytes until it is freed. `stream` is
-        the current stream."""
+        """Return the id of a tensor's storage. On its first use, add its size to `live`, and
+        subtract it when the storage is freed. `stream` is the current stream."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._known:
@@ -227,7 +230,7 @@ class Launch:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, counting repeated elements of an expanded tensor once."""
+    """Return the size of a tensor in bytes. Repeated elements of an expanded tensor count once."""
     size = tensor.numel() * tensor.element_size()
     return min(size, tensor.untyped_storage().nbytes())
 
@@ -241,7 +244,8 @@ class Recording:
 
 
 class Trace:
-    """Counts and collectives of one rank, and its device's streams, vector clocks and memory."""
+    """Records one rank's counts and collectives, and the streams, vector clocks and memory of its
+    device."""
 
     def __init__(self, device: Device, rank: int = 0) -> None:
         self.device = device
@@ -268,8 +272,8 @@ class Trace:
     def within(self, name: str) -> Iterator[None]:
         """Context manager to count work as part `name` of the run.
 
-        Work after an outermost context still counts toward its part until the next context starts.
-        Names not in `PHASES` are ignored.
+        Work after the end of an outermost context counts toward the same part until the next
+        context starts. Names not in `PHASES` are ignored.
         """
         if name not in PHASES:
             yield
@@ -318,13 +322,13 @@ class Trace:
         now.flops += work.flops
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
-        """Track the memory of new tensors not written by any launch."""
+        """Track the memory of new tensors that no launch writes."""
         for tensor in tensors:
             self.memory.storage(tensor, self.stream)
 
     def end_recording(self) -> None:
-        """End the capture on the current stream, which all other streams of the graph must have
-        joined."""
+        """End the capture on the current stream. All other streams of the graph must have joined
+        it."""
         assert self.recording is not None
         self.recording.event = next(self.numbers)
         self.order.record(self.recording.event, self.stream)
@@ -339,7 +343,7 @@ class Trace:
         self._now = self.counts[self.step, self.phase] = self._now.add(graph)
 
     def read(self, name: str) -> None:
-        """Record a host sync for the value or size of a tensor on the current stream."""
+        """Record a host sync with the current stream, to read the value or size of a tensor."""
         self._host_waits(self._now.host_reads, name)
         self.order.synchronize(self.stream)
 
@@ -383,7 +387,8 @@ class Trace:
         now.sending[kind] = now.sending.get(kind, 0.0) + seconds
 
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
-        """Return the byte range of each tensor, from its first to its last byte, gaps included."""
+        """Return the byte range of each nonempty tensor, from its first to its last byte, including
+        gaps."""
         return [part for x in tensors if (part := self._part(x)) is not None]
 
     def _part(self, tensor: Tensor) -> Part | None:
