@@ -154,8 +154,7 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return the shape of a training step on which the plan is based. It does not include update
-    rules."""
+    """Return the `StepShape` on which the plan is based. It does not include update rules."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks

@@ -27,15 +27,16 @@ from training.evaluation import lengths
 from training.monitor.monitors import DEFAULT_INTERVAL, LayerSampling
 
 SHARE: Final = 0.01
-"""Maximum fraction that monitors may add to the run time if `monitors.interval` is null."""
+"""If `monitors.interval` is null, monitors may add at most this fraction to the run time."""
 WIDE: Final = 8
 """Bytes per float64."""
 SCORE_BYTES: Final = 18
-"""Bytes moved per attention score: write, scale, mask and maximum."""
+"""Bytes moved per attention score to write, scale and mask it and to take the maximum."""
 SIZE_BYTES: Final = 130
-"""Bytes moved per layer and residual-stream element, which is measured four times."""
+"""Bytes moved per layer and element of the residual stream. Each layer measures the stream four
+times."""
 LAUNCHES: Final = 300
-"""Kernel launches per matrix, for all groups of metrics."""
+"""Number of kernel launches per matrix with all groups of metrics enabled."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class MonitorCost:
         return (self.seconds or 0.0) / (self.interval * self.step) if self.interval else 0.0
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the cost for JSON."""
+        """Return the cost as the values to write to JSON."""
         return {"interval": self.interval, "seconds": self.seconds, "share": self.share}
 
     def up_to(self, last: int) -> str:
@@ -102,7 +103,7 @@ def run_hours(config: Config, planned: Plan) -> float:
 
 
 def planned_cost(config: Config, planned: Plan) -> MonitorCost:
-    """Return the cost of a planned run's monitors, choosing the interval if it is null."""
+    """Return the cost of a planned run's monitors. If the interval is null, choose it."""
     interval, step = config.monitors.interval, planned.time.total
     if interval == 0:
         return MonitorCost(0)
@@ -161,16 +162,16 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
 
 
 def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
-    """Return the time in seconds for the singular values of the matrix formed by the rows of
-    `parts`."""
+    """Return the time in seconds to compute the singular values of a whole matrix, whose rows are
+    those of the units `parts`."""
     rows, cols = sum(unit.shape[0] for unit in parts), parts[0].shape[1]
     short, long = min(rows, cols), max(rows, cols)
     return product_seconds(shape.device, "fp64", short, long, short) + EIGEN_ROW * short
 
 
 def input_seconds(shape: StepShape, units: list[Unit]) -> float:
-    """Return the time in seconds per step for the Gram matrices of all inputs and for measuring the
-    residual stream."""
+    """Return the time in seconds per step to compute the Gram matrices of all inputs and to measure
+    the residual stream."""
     inputs, tokens = shape.inputs, shape.tokens * shape.microbatches
     widths = {unit.parameter: unit.axes[-1] for unit in units if unit.role != "embedding"}
     products = sum(
@@ -182,7 +183,8 @@ def input_seconds(shape: StepShape, units: list[Unit]) -> float:
 
 
 def score_seconds(shape: StepShape) -> float:
-    """Return the time in seconds per step for the largest attention scores, computed in float32."""
+    """Return the time in seconds per step to find the largest attention scores, which are computed
+    in float32."""
     model, inputs, device = shape.model, shape.inputs, shape.device
     heads = model.heads // inputs.tensor * model.layers / inputs.pipeline
     pairs = shape.tokens * shape.microbatches * shape.sequence_length / 2
@@ -191,8 +193,8 @@ def score_seconds(shape: StepShape) -> float:
 
 
 def task_cost(config: Config, planned: Plan) -> str | None:
-    """Describe the cost of evaluating the config's tasks, or why it is unknown. Returns None if
-    there are no tasks."""
+    """Describe the cost of evaluating the config's tasks, or the reason why it is unknown. Returns
+    None if there are no tasks."""
     section, train = config.tasks, config.train
     if not section.files:
         return None

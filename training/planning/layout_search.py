@@ -1,8 +1,8 @@
 """Searches for the fastest layout for a model on a given number of GPUs.
 
-Lower bounds on a layout's memory and step time are cheap to compute. Layouts are planned in order
-of their time bounds until no remaining layout can be among the best. Therefore the result is
-optimal over all legal layouts.
+Lower bounds on a layout's memory and step time are cheap to compute. Layouts are planned in
+ascending order of the bound on their step time, until no remaining layout can be among the best.
+Therefore the result is optimal over all legal layouts.
 """
 
 import math
@@ -26,7 +26,7 @@ from training.dry_run import step_flops, step_shape
 from training.report.text import progress, table
 
 Changes = Mapping[str, Any]
-"""New values by dotted key, always with two parts, e.g. `train.recompute`."""
+"""Maps keys of the form `section.name`, e.g. `train.recompute`, to their new values."""
 
 AXES: Final = (
     "tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor",
@@ -37,7 +37,7 @@ LEVELS: Final = ("none", "selective", "full")
 """Values of `train.recompute`, from fastest to slowest."""
 
 LOSS_CHUNK: Final = 16384
-"""Value of `train.loss_chunk` tried by the planner."""
+"""Value of `train.loss_chunk` that the planner tries if the config sets none."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def changed(config: Config, changes: Changes) -> Config:
 
 
 def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
-    """Nest `changes` by section, as in a config file."""
+    """Group `changes` into one mapping per section, as in a config file."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
@@ -88,12 +88,12 @@ class Layouts:
         return holds(layout_checks(config)) and fits(config, self.gpus)
 
     def sound(self, changes: Changes) -> bool:
-        """Return whether a variant passes the checks across sections, other than those of the
+        """Return whether a variant passes those checks across sections that do not concern the
         layout."""
         return holds(run_checks(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:
-        """Return a variant's step shape."""
+        """Return the `StepShape` of a variant."""
         return step_shape(changed(self.config, changes), self.gpus, self.device)
 
     def plan(self, changes: Changes) -> Plan:
@@ -116,7 +116,8 @@ class Layouts:
         return assemble(shape, [stages[i] for i in range(number)], step_flops(self.config))
 
     def owned_flops(self) -> float:
-        """Return the rules' FLOPs per step for all owned matrices."""
+        """Return the FLOPs per step of the update rules, summed over all matrices that have an
+        owner."""
         costs: dict[object, float] = {}
         total = 0.0
         for unit in config_units(self.config):
@@ -129,7 +130,8 @@ class Layouts:
         return total
 
     def _stage(self, shape: StepShape, stage: int) -> StagePlan:
-        # Stages with the same number of layers of each kind share a plan, excluding activations.
+        # Stages with the same number of layers of each kind share a plan. The plan does not include
+        # activations.
         inputs: PlanInputs = replace(shape.inputs, context=1, recompute="none", loss_chunk=None)
         chunks = shape.chunks(stage)
         kind: object = (
@@ -153,8 +155,8 @@ BEST: Final = 10
 
 
 def best_layouts(layouts: Layouts) -> list[Variant]:
-    """Return the `BEST` fastest layouts that fit, each with its best micro-batch size,
-    recomputation and loss chunk."""
+    """Return the `BEST` fastest layouts that fit, from fastest to slowest. Each has the micro-batch
+    size, recomputation and loss chunk that make it fastest."""
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
     ordered = by_bound(layouts)
@@ -178,8 +180,8 @@ def best_layouts(layouts: Layouts) -> list[Variant]:
 
 
 def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
-    """Return (lower bound on the step time, changes) for all layouts that may fit, sorted by the
-    bound in seconds."""
+    """Return (lower bound on the step time in seconds, changes) pairs, one for each layout that may
+    fit, sorted by bound."""
     flops = layouts.owned_flops()
     bounds: list[tuple[float, Changes]] = []
     with progress(lambda: f"comparing lower bounds: {len(bounds):,} layouts may fit so far"):
@@ -216,7 +218,8 @@ def legal_layouts(layouts: Layouts) -> Iterator[Changes]:
 
 
 def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
-    """Yield the sizes of all axes that keep ranks sharing matrices or sequences within one node."""
+    """Yield all combinations of axis sizes for which ranks that share matrices or sequences are on
+    the same node."""
     model, gpus, node = layouts.config.model, layouts.gpus, layouts.device.node_size
     experts = divisors(model.moe.experts) if model.moe is not None else [1]
     parts = divisors(node) if model.moe is not None else [1]
@@ -233,7 +236,8 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
 
 
 def search_table(variants: list[Variant]) -> str:
-    """Return a table with one row per layout: sizes, time, memory and main bottleneck."""
+    """Return a table with one row per layout. It shows the layout's sizes, step time, memory and
+    main bottleneck."""
     rows = []
     for each in variants:
         time = asdict(each.plan.time)
@@ -267,7 +271,7 @@ def overlay(
 
     It includes the `overrides` given on the command line, so that it describes the same run.
 
-    device     value for `plan.device`: a device name or YAML file
+    device     value for `plan.device`: a device name or the path of a YAML file
     """
     config = layouts.config
     changes = {k: v for k, v in best.changes.items() if changed(config, {k: v}) != config}

@@ -1,5 +1,5 @@
-"""Implements the planning commands, `pretrain.py --dry-run` and `pretrain.py --fit`, and finds the
-cheapest changes that make a run fit its devices."""
+"""Implements the planning commands `pretrain.py --dry-run` and `pretrain.py --fit`. If a run does
+not fit its devices, finds the cheapest changes that make it fit."""
 
 import json
 import os
@@ -38,8 +38,8 @@ from training.report.text import table
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
     """Print the plan of a run, and write it to `json_file` if given.
 
-    `gpus` defaults to torchrun's world size if it is above 1, otherwise to `plan.gpus` or, if null,
-    to the smallest legal number.
+    `gpus` defaults to torchrun's world size if that is above 1, otherwise to `plan.gpus`. If
+    `plan.gpus` is null, it defaults to the smallest legal number.
     """
     config = with_vocabulary(config)
     warn(config)
@@ -101,8 +101,8 @@ def fit(
 
 
 def warn(config: Config) -> None:
-    """Print the warnings and errors that a run would raise about its data and initial weights to
-    stderr.
+    """Print to stderr the warnings that a run would print, and the errors that it would raise,
+    about its data and initial weights.
 
     The vocabulary size may still be null.
     """
@@ -126,7 +126,7 @@ def own_gpus(config: Config) -> int:
 
 
 def remedies(layouts: Layouts) -> list[Variant]:
-    """Return single changes that save memory, sorted by step time."""
+    """Return the variants of a run that save memory by a single change, sorted by step time."""
     before = layouts.plan({}).memory.total
     variants: list[Variant] = []
     for changes in _candidates(layouts):
@@ -138,7 +138,8 @@ def remedies(layouts: Layouts) -> list[Variant]:
 
 
 def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
-    """Combine changes in order until the run fits. Return None if it never does."""
+    """Combine the changes of `variants`, in order, until the run fits. Return None if the run still
+    does not fit."""
     for remedy in variants:
         if remedy.plan.fits:
             return remedy
@@ -171,7 +172,8 @@ def _candidates(layouts: Layouts) -> Iterator[Changes]:
 
 
 def remedy_table(layouts: Layouts, planned: Plan) -> str:
-    """Return a table of the memory savings and cost of each change, and a combination that fits."""
+    """Return a table of what each change saves in memory and costs in time, followed by a
+    combination of changes that fits."""
     variants = remedies(layouts)
     rows = [
         (

@@ -22,15 +22,16 @@ from training.report.console import layout
 from training.report.text import table
 
 SHOWN_STAGES: Final = 8
-"""Maximum number of pipeline stages to show in full; otherwise only the first, heaviest and last
-stages have columns."""
+"""Up to this number of pipeline stages, each stage has a column. With more stages, only the first,
+the heaviest and the last one have columns."""
 SMALL: Final = 0.005
-"""Fraction of the bytes sent by a rank below which kinds of traffic are merged into one row."""
+"""Kinds of traffic that make up less than this fraction of the bytes sent by a rank are merged into
+one row."""
 
 UNEVEN: Final = 0.01
-"""Fraction of the step time above which the plan reports the wait for the busiest rank."""
+"""The plan reports the wait for the busiest rank if it exceeds this fraction of the step time."""
 UNCOUNTED: Final = "FLOPs of rule {}, which has no `cost`; a rehearsal (--rehearse) counts them"
-"""Note on work not included in the modelled times."""
+"""Note on work that the modelled times do not include."""
 
 
 def describe(config: Config, planned: Plan) -> str:
@@ -42,7 +43,7 @@ def describe(config: Config, planned: Plan) -> str:
         **({"data": data_table(config)} if several else {}),
         "memory per rank (GiB)": memory_table(planned),
         "sent per step (MiB), on the rank that sends the most": traffic_table(planned),
-        "balance: largest rank divided by the mean": balance_table(planned),
+        "balance: maximum over ranks divided by the mean": balance_table(planned),
         "step, modelled": time_table(config, planned),
         "verdict": verdict(planned),
     }
@@ -108,14 +109,16 @@ MEMORY: Final = {
 
 
 def memory_table(planned: Plan) -> str:
-    """Return a table of memory by kind and in total, with a column per pipeline stage."""
+    """Return a table of memory, with a row per kind, a row for the total and a column per pipeline
+    stage."""
     sizes = [asdict(each.memory) | {"total": each.memory.total} for each in planned.stages]
     kinds = [kind for kind in MEMORY if any(each[kind] for each in sizes)]
     return by_stage(planned, {MEMORY[k]: [f"{s[k] / GIB:.2f}" for s in sizes] for k in kinds})
 
 
 def traffic_table(planned: Plan) -> str:
-    """Return a table of MiB sent, by kind of communication, with a column per pipeline stage."""
+    """Return a table of the MiB sent, with a row per kind of communication and a column per
+    pipeline stage."""
     sent = [{each.kind: each.size for each in stage.traffic} for stage in planned.stages]
     totals = [sum(sizes.values()) for sizes in sent]
     large = {
@@ -136,7 +139,8 @@ def traffic_table(planned: Plan) -> str:
 
 
 def balance_table(planned: Plan) -> str:
-    """Return a table of how balanced work and state are, with a column per pipeline stage."""
+    """Return a table of the imbalance of work and of state across ranks, with a column per pipeline
+    stage."""
     stages = planned.stages
     rows = {
         "load of the rules": [f"{each.imbalance:.3f}" for each in stages],
@@ -146,8 +150,8 @@ def balance_table(planned: Plan) -> str:
 
 
 def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool = True) -> str:
-    """Return a table with a row per quantity and a column per pipeline stage, marking the
-    heaviest."""
+    """Return a table with a row per quantity and a column per pipeline stage. The heaviest stage is
+    marked."""
     count, heaviest = len(planned.stages), planned.heaviest.stage
     shown = range(count) if count <= SHOWN_STAGES else sorted({0, heaviest, count - 1})
     names = [f"{stage}{'*' * (stage == heaviest)}" for stage in shown]
@@ -156,7 +160,8 @@ def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool =
 
 
 def time_table(config: Config, planned: Plan) -> str:
-    """Return a table of the modelled step time, broken down, and the run's total time."""
+    """Return a table of the modelled step time and its breakdown, and of the total time of the
+    run."""
     time = planned.time
     parts = {
         "forward and backward": time.forward + time.backward,
@@ -193,7 +198,8 @@ def time_table(config: Config, planned: Plan) -> str:
 
 
 def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
-    """Yield a line if ranks wait more than 1% of the step for the busiest rank's update rules."""
+    """If ranks wait for the busiest rank's update rules for more than 1% of the step time, yield a
+    line that says so."""
     busiest = max(planned.stages, key=lambda stage: stage.load_max)
     seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
     share = seconds / planned.time.total
@@ -221,7 +227,7 @@ def verdict(planned: Plan) -> str:
 FIGURES: Final = {
     "lr": ".3g", "weight_decay": ".3g", "radius": ".4g", "scale": ".4g", "pc": "", "penalty": "g",
 }  # fmt: skip
-"""Route fields to show, with their formats."""
+"""Maps the fields of `Route` that the plan shows to their formats."""
 
 
 def unit_table(routes: Sequence[Route]) -> str:
@@ -251,7 +257,8 @@ def unit_table(routes: Sequence[Route]) -> str:
 
 
 def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
-    """Return the layers, number, shapes and elements of units with the same role."""
+    """Return four texts on units with the same role: role and layers, number of units, shapes, and
+    number of elements."""
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)
@@ -259,7 +266,7 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
 
 
 def where(routes: Sequence[Route]) -> str:
-    """Return the role of the units, with their first and last layer."""
+    """Return a text that names the role of the units, and their first and last layer."""
     parts = [route.unit.split(".") for route in routes]
     layers = [int(each[1]) for each in parts if each[0] == "layers"]
     role = routes[0].role
@@ -267,7 +274,8 @@ def where(routes: Sequence[Route]) -> str:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of tensors in a checkpoint: float32 weights and optimizer state."""
+    """Return the number of bytes of the tensors in a checkpoint, which are float32 weights and
+    optimizer state."""
     assign = config_assignments(config)
     total = 0
     for unit in config_units(config):

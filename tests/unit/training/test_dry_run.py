@@ -76,7 +76,8 @@ def check_figures(printed: str, planned: dict[str, Any], steps: int, context: in
     steps, all_tokens, each, all_flops = numbers(run["whole run"])
     assert all_flops == pytest.approx(all_tokens * each, rel=2e-3) and all_tokens <= steps * batch
     assert each == pytest.approx(planned["model_flops"] * planned["gpus"] / batch, rel=1e-3)
-    balance, step = shown["balance: largest rank divided by the mean"], shown["step, modelled"]
+    balance = shown["balance: maximum over ranks divided by the mean"]
+    step = shown["step, modelled"]
     for name, kind in {"load of the rules": "load", "masters and state": "state"}.items():
         expected = [each[f"{kind}_max"] / max(1, each[f"{kind}_mean"]) for each in stages]
         assert numbers(balance[name]) == pytest.approx([x or 1 for x in expected], abs=1e-3), name
