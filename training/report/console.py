@@ -1,4 +1,5 @@
-"""Console output of a run: how to stop it, what it trains, its steps, and what to run next."""
+"""Console output of a run: how to stop it, what it trains, a line per logged step, and what to run
+next."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ from training.report.text import duration, short
 
 
 def first_line(config: Config) -> str:
-    """Return the first line, printed before importing torch: name, folder and how to stop."""
+    """Return the first console line, which is printed before torch is imported. It states the run's
+    name and folder and how to stop the run."""
     folder = config.run.dir
     stop = quote(f"{folder}/STOP")
     how = "saves and stops"
@@ -52,7 +54,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
 
 
 def layout(config: Config, ranks: int) -> str:
-    """Describe the number of ranks and all parallel sizes above 1."""
+    """Return a text that states the number of ranks and all parallel sizes above 1."""
     parallel = config.parallel
     sizes = {
         "data": ranks // (parallel.model_ranks),
@@ -82,7 +84,8 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
 def console_line(
     metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
 ) -> str:
-    """Format a line with step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, as far as known."""
+    """Format a line with the step and those of loss, lr, grad norm, tokens/s, ms, MFU and ETA that
+    are known."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for name, form in _CONSOLE:
@@ -94,7 +97,7 @@ def console_line(
 
 
 def next_commands(config: Config) -> Iterator[str]:
-    """Yield shell commands to try on the finished run."""
+    """Yield shell commands that the user can run next on the finished run."""
     folder = quote(config.run.dir)
     yield f"python scripts/plot.py {folder} --html"
     if config.checkpoint.interval == 0:
@@ -112,7 +115,8 @@ def next_commands(config: Config) -> Iterator[str]:
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
-    """Yield a line per text sample: the set, the end of the prompt and the continuation."""
+    """Yield one line per text sample. It contains the name of the set, the end of the prompt and
+    the continuation."""
     for key, text in metrics.items():
         if key.startswith("sample/") and key.endswith("/text"):
             name = key.split("/")[1]

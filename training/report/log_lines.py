@@ -30,8 +30,8 @@ LOGS: Final = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
 class LogFile:
     """A .jsonl file to which a run appends lines.
 
-    Lines that cannot be written are held back and written before the next line. The first write
-    opens the file and removes an unfinished last line left by a killed run.
+    Lines that cannot be written are kept in memory, and written before the next line. The first
+    write opens the file and removes the unfinished last line that a killed run may have left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class LogFile:
             self._waiting, self._begun = self._waiting[whole:], end - whole
 
     def _release(self) -> None:
-        """Close the file, as its handle may be stale; the next line reopens it."""
+        """Close the file, because its handle may be stale. The next line reopens the file."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ class LogLines:
 
 
 def read_lines(path: Path) -> LogLines:
-    """Read all readable lines of a file; none if the file does not exist.
+    """Read all readable lines of a file. If the file does not exist, there are none.
 
     Text after the last newline is an unfinished line and is ignored.
     """
@@ -122,8 +122,8 @@ def read_lines(path: Path) -> LogLines:
 
 
 def drop_later_lines(path: Path, step: int) -> int:
-    """Remove lines for steps after `step`, damaged lines and an unfinished last line. Return the
-    number of damaged lines.
+    """Remove all lines for steps after `step`, all damaged lines, and the last line if it is
+    unfinished. Return the number of damaged lines.
     """
     if not path.exists():
         return 0
@@ -147,7 +147,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
     """Parse a line, or return None if it is damaged."""
     try:
         content = parse_json(raw)
-        json.dumps(content, allow_nan=False)  # NaN is not valid JSON, and never written by runs
+        json.dumps(content, allow_nan=False)  # NaN is not valid JSON, and runs never write it
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None
@@ -162,7 +162,7 @@ class MetricsWriter(LogFile):
         self.flush()  # creates the file
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Write one line `{"step": step, ...}`, with NaN and infinities replaced by null."""
+        """Write one line `{"step": step, ...}`, in which null replaces NaN and infinities."""
         self.append({"step": step} | {name: _json_value(value) for name, value in metrics.items()})
 
 

@@ -15,7 +15,7 @@ def table(
     """Format a table with left-aligned columns. If `numbers` is true, all columns but the first are
     right-aligned.
 
-    An empty header is omitted.
+    A header whose cells are all empty is omitted.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     if any(header):
@@ -34,7 +34,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def short(count: float) -> str:
-    """Format a count with three digits and a unit, e.g. 1.84M."""
+    """Format a count with three significant digits and a unit, e.g. 1.84M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -42,7 +42,7 @@ def short(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format `seconds` as h:mm:ss, or as `?` if not finite."""
+    """Format `seconds` as h:mm:ss, or as `?` if the number is not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -50,9 +50,10 @@ def duration(seconds: float) -> str:
 
 
 FIRST: Final = 10.0
-"""Seconds before the first line."""
+"""Seconds until the first progress line."""
 GROWTH: Final = 0.1
-"""Interval between lines as a fraction of the elapsed time; at least `FIRST` seconds."""
+"""Interval between progress lines as a fraction of the elapsed time. The interval is at least
+`FIRST` seconds."""
 
 _open: list[Callable[[], str]] = []
 
@@ -61,8 +62,8 @@ _open: list[Callable[[], str]] = []
 def progress(state: Callable[[], str]) -> Iterator[None]:
     """Print the elapsed time and `state()` to stderr at growing intervals while the block runs.
 
-    Of nested blocks, only the innermost prints. A block that ends within `FIRST` seconds prints
-    nothing.
+    If blocks are nested, only the innermost one prints. A block that ends within `FIRST` seconds
+    prints nothing.
     """
     start, ended = time.monotonic(), threading.Event()
 
@@ -84,5 +85,6 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
 
 
 def pause(passed: float) -> float:
-    """Return the seconds to wait for the next line, given the seconds `passed` since the start."""
+    """Return the number of seconds to wait before the next progress line, given the seconds
+    `passed` since the start."""
     return max(FIRST, GROWTH * passed)

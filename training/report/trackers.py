@@ -1,7 +1,7 @@
 """Metric trackers: Weights & Biases and TensorBoard.
 
-A tracker never stops a run. If it is not installed or fails, it is dropped with a warning, which is
-repeated at the end of the run. Trackers run on rank 0 only.
+A tracker never stops a run. If a tracker is not installed or fails, it is dropped with a warning,
+which is repeated at the end of the run. Trackers run on rank 0 only.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ class Tracker(Protocol):
 
 
 class WandbTracker:
-    """Logs to Weights & Biases under the run id, which is kept when the run resumes.
+    """Logs to Weights & Biases under the run id. A resumed run keeps its id.
 
-    The step is logged as a separate metric, `progress/step`, because wandb rejects steps that go
-    back, and a run resumed from a checkpoint repeats some steps. An offline run writes a new folder
-    at each start. Since `wandb sync` replaces earlier folders with later ones, each folder also
-    contains all earlier steps.
+    The step is logged as a metric of its own, `progress/step`: a run resumed from a checkpoint
+    repeats some steps, but wandb rejects a step that is lower than the last one. An offline run
+    writes a new folder at each start. Because a later folder replaces the earlier ones in `wandb
+    sync`, each folder also contains all earlier steps.
     """
 
     def __init__(self, config: Config, run_id: str, step: int) -> None:
@@ -57,7 +57,7 @@ class WandbTracker:
             self.log_again(config.run.dir, step)
 
     def log_again(self, folder: str, last: int) -> None:
-        """Log the steps up to `last` again, as read from the run folder."""
+        """Log the steps up to `last` again, reading their metrics from the run folder."""
         print(
             f"wandb is offline: also writing steps up to {last} to wandb's new folder",
             flush=True,
@@ -67,7 +67,7 @@ class WandbTracker:
                 self.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Log the metrics of `step` that have a value."""
+        """Log those metrics of `step` that are not None."""
         logged = {name: value for name, value in metrics.items() if value is not None}
         self.run.log({**logged, "progress/step": step})
 
@@ -88,7 +88,7 @@ def tag(name: str) -> str:
 class TensorBoardTracker:
     """Writes event files to the subfolder `tensorboard` of the run folder.
 
-    When a run resumes, events logged after its checkpoint are hidden.
+    When a run resumes, events that were logged after the checkpoint are hidden.
     """
 
     def __init__(self, config: Config, step: int) -> None:
@@ -98,7 +98,7 @@ class TensorBoardTracker:
         self.writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Log the metrics of `step` that are numbers or text."""
+        """Log those metrics of `step` that are numbers or text."""
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(tag(name), value, step)
@@ -111,7 +111,7 @@ class TensorBoardTracker:
 
 
 class Trackers:
-    """The trackers enabled in the config that work.
+    """Those trackers enabled in the config that have not failed.
 
     Attributes:
         dropped: warnings about dropped trackers.
@@ -149,7 +149,8 @@ class Trackers:
 
     @contextlib.contextmanager
     def _kept(self, name: str) -> Iterator[None]:
-        """Within the context, drop the tracker on any error from its service, disk or package."""
+        """Context manager that drops the tracker after any error, whether from its service, the
+        disk or its package."""
         try:
             yield
         except Exception as error:
