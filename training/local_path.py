@@ -11,7 +11,8 @@ VARIABLE: Final = re.compile(r"\$(\w+)")
 
 
 def local_path(key: str, path: str | None) -> "Check":
-    """Check that `path`, the value of `key`, is null or a local path that requires no expansion."""
+    """Check that `path` is null, or a local path in which nothing needs to be expanded. `key` is
+    the config key that holds the path."""
     path = path or ""
     if URL.match(path):
         rule = (

@@ -78,7 +78,7 @@ from training.step_profile import StepProfile, announcement
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
-    """Return the global owner rank of every matrix in the model, by name. Collective."""
+    """Map the name of every matrix in the model to the global rank of its owner. Collective."""
     gathered = from_all(dict(optimizer.owners))
     # For a tied embedding, the owner is on the first stage; the last stage updates a copy.
     return {name: rank for owners in reversed(gathered) for name, rank in owners.items()}
@@ -103,7 +103,7 @@ class Beginning:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Entries about the run stored in the meta.json of each of its checkpoints."""
+        """Entries about the run that the meta.json of each of its checkpoints contains."""
         origin = self.weights.origin if self.weights is not None else None
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
@@ -121,13 +121,14 @@ def train(
 ) -> Outcome:
     """Train to the end of the run on this rank. Only rank 0 writes to `run.dir` and prints.
 
-    `resume` is `latest` for the newest checkpoint in `run.dir`, `none`, or a step. If the command
-    was restarted by torchrun or SLURM, `latest` is used regardless. `on_step` is called after every
-    step with its number and result. `interrupts` handles Ctrl-C, which stops the run.
+    `resume` is `latest` (the newest checkpoint in `run.dir`), `none`, or the step of a checkpoint.
+    If torchrun or SLURM has restarted the command, `resume` counts as `latest`. `on_step` is called
+    after every step with the number and the result of the step. `interrupts` handles Ctrl-C, which
+    stops the run.
 
-    Raises ConfigError if a backend is not installed or a CUDA graph is requested without a GPU,
-    DataError if the data cannot be used, FolderError or ResumeError if the run folder or a
-    checkpoint cannot be used, NonFiniteError after too many consecutive skipped steps, and
+    Raises ConfigError if a backend is not installed, or if a CUDA graph is requested without a GPU;
+    DataError if the data cannot be used; FolderError if the run folder cannot be used; ResumeError
+    if a checkpoint cannot be used; NonFiniteError after too many consecutive skipped steps; and
     CheckpointError if a save fails.
     """
     check_backends(config, groups.device)
@@ -200,8 +201,8 @@ def train(
 def agreed_facts(
     config: Config, data: TrainingData, validation: Sequence[ValidationData], tasks: Sequence[Task]
 ) -> Identity:
-    """Return the facts about the data for the run identity, after checking that they are identical
-    on all ranks."""
+    """Check that the facts about the data are the same on all ranks, and return those that belong
+    to the run's identity."""
     facts = data_facts(config, data, validation, data_manifest(config))
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     sets = [*data.all_sets, *(each.set for each in validation)]
@@ -221,10 +222,11 @@ def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
 
 
 def check_start(config: Config, start: CheckpointInfo | None) -> None:
-    """Check the config against `start`, the checkpoint to resume from (None for a new run).
+    """Check that the config can continue from the checkpoint `start`, which is None for a new run.
 
-    Raises ResumeError if the checkpoint's run did not start from the initial weights in the config,
-    and InvalidConfigError if a later batch size is not valid for this world size.
+    Raises ResumeError if the config sets initial weights but the checkpoint's run started without
+    any. Raises InvalidConfigError if the batch size of a later stage of the batch ramp is not valid
+    for this world size.
     """
     if start is not None:
         check_beginning(config, start)
@@ -234,10 +236,10 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
 
 
 def first_weights(config: Config, facts: Identity) -> InitialWeights | None:
-    """Return the initial weights from another run, or None to initialise new ones.
+    """Return the initial weights from another run, or None if the run initialises new weights.
 
-    Raises BrokenCheckpointError or ResumeError if the weights cannot be used, and VocabularyError
-    if a new embedding would have more rows than the data needs.
+    Raises BrokenCheckpointError or ResumeError if the weights from another run cannot be used, and
+    VocabularyError if a newly initialised embedding would have more rows than the data needs.
     """
     weights = initial_weights(config, facts["tokenizer"]["sha256"], tokenizer_path(config))
     if weights is None:
@@ -271,7 +273,7 @@ def run_hooks(
 
 
 def resumed(run_dir: str, resume: str, rank: int) -> str:
-    """Return `resume`, or `latest` if the command was restarted by torchrun or SLURM."""
+    """Return `resume`, or `latest` if torchrun or SLURM has restarted the command."""
     if not any(from_all(starts_again(run_dir))) or resume == "latest":
         return resume
     if rank == 0:
@@ -311,7 +313,8 @@ def open_log(
 def opening_notes(
     config: Config, trainer: Trainer, beginning: Beginning, kernel: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) for each opening note: device, kernels, initial weights, changes."""
+    """Yield a (kind, text) pair for each opening note. Notes are on the device, the kernels, the
+    initial weights and changes since the checkpoint."""
     device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {described(device)}"
     for text in shared_sets(config.data):
@@ -336,7 +339,7 @@ def opening_notes(
             yield "changed", f"changed since step {start.step}: {text}"
         if 0 < phase.sample == trainer.progress.sample:
             counts = (f"{s.name} {phase.tokens(s.name):,}" for s in trainer.present.sets)
-            where = f"new mixture from sample {phase.sample:,} on; tokens read before it"
+            where = f"new mixture from sample {phase.sample:,} on; tokens read before"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
     wanted, held_out = config.validation.samples or 0, trainer.validation
@@ -367,7 +370,8 @@ def opening_notes(
 
 
 def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) for notes on the vocabulary and on settings that have no effect."""
+    """Yield a (kind, text) pair for each note on the vocabulary or on a setting that has no
+    effect."""
     ids = data_vocabulary(config)
     if ids is not None and ids != config.model.vocab_size:
         yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} ids, {ids:,} in the data"
@@ -379,7 +383,7 @@ def reports(error: Exception, rank: int) -> bool:
     """Return whether this rank writes an event about its error.
 
     Rank 0 writes errors raised on all ranks, and each rank writes errors raised only on that rank.
-    If ranks are missing from a collective, the first rank present writes the error.
+    If ranks are missing from a collective, the lowest rank that is present writes the error.
     """
     if isinstance(error, CollectiveError):
         return all(before in error.absent for before in range(rank))
@@ -389,7 +393,7 @@ def reports(error: Exception, rank: int) -> bool:
 
 @contextlib.contextmanager
 def naming_absent(groups: Groups) -> Iterator[None]:
-    """Within the context, add the missing ranks to the error of a failed collective."""
+    """Context manager that adds the names of missing ranks to the error of a failed collective."""
     try:
         yield
     except CollectiveError as error:
@@ -424,7 +428,7 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
 def accompanied(
     trainer: Trainer, beginning: Beginning, interrupts: Interrupts | None
 ) -> Iterator[Lifecycle]:
-    """Within the context, provide checkpointing, the watchdog and stop requests."""
+    """Context manager that provides checkpointing, the watchdog and stop requests."""
     config, groups = trainer.config, trainer.groups
     folder = HeldFolder(config.run.dir)
     saver = Saver(

@@ -39,7 +39,7 @@ def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> 
 
 
 class RunLog:
-    """Writes the logs in the run folder and prints console lines, on rank 0 only.
+    """On rank 0, writes the logs in the run folder and prints console lines.
 
     config.yaml     the resolved config
     routing.jsonl   one line per unit
@@ -49,8 +49,8 @@ class RunLog:
     monitors.jsonl  one line per monitored step
     events.jsonl    one line per event: time, preceding step, kind and text
 
-    A resumed run drops the lines of steps that it repeats, and then appends to the files. Files
-    left by an earlier run in the same folder are renamed to metrics.1.jsonl and so on.
+    A resumed run removes the lines of steps that it will repeat, and then appends to the files.
+    Files left by an earlier run in the same folder are renamed to metrics.1.jsonl and so on.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RunLog:
         monitor_interval: int,
         contents: Mapping[str, str | None],
     ) -> None:
-        """Open the folder of a run that continues from `progress`.
+        """Open the logs of a run that continues from `progress`.
 
         warned     number of warnings already reported, as returned by `SpectralMetrics.state`
         run_id     run id for trackers
@@ -73,7 +73,8 @@ class RunLog:
         """
         self.config = config
         folder = Path(config.run.dir)
-        step = progress.step - bool(progress.unreported)  # the last step may not be reported yet
+        # The last step may still have to be reported.
+        step = progress.step - bool(progress.unreported)
         damaged, moved = [], []
         for name, last in (("metrics.jsonl", step), ("monitors.jsonl", progress.step)):
             if last == 0:
@@ -145,7 +146,8 @@ class RunLog:
                 "penalty",
                 step,
                 f"Gram penalty at the first step: {metrics['penalty/loss_ratio']:.3g} times the "
-                f"loss; gradient norm: {metrics['penalty/gradient_ratio']:.3g} times the loss's",
+                f"loss; gradient norm: {metrics['penalty/gradient_ratio']:.3g} times that of the "
+                "loss",
             )
         for each in self.data.all_sets:
             if each.name not in self.rewritten and each.rewritten:
@@ -190,7 +192,8 @@ class RunLog:
         self.monitors.log(line, step=step)
 
     def rewind(self, step: int, text: str) -> None:
-        """Drop the lines of steps after `step`, which the run will repeat. `text` is the reason."""
+        """Drop the lines of all steps after `step`, because the run will repeat these steps. `text`
+        gives the reason for the rewind."""
         self.note("rewind", step, text)
         self._close_figures()
         drop_later_lines(self.writer.path, step)
@@ -240,10 +243,10 @@ def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:
 
 
 def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
-    """Record the error that ended the run on this rank as an event, ignoring disk errors.
+    """Write an event about the error that ended the run on this rank. Disk errors are ignored.
 
-    The event contains the error type, rank and host, and for a failed collective the missing ranks
-    and their hosts. The caller prints the error.
+    The event contains the type of the error, the rank and the host. If a collective failed, it also
+    contains the missing ranks and their hosts. The caller prints the error.
     """
     facts: dict[str, Any] = {
         "error": type(error).__name__, "rank": rank, "host": socket.gethostname()
@@ -264,7 +267,7 @@ WARNINGS: Final = {
     "refused": (
         "optim/refused",
         "{new:.0f} updates were skipped since the last report, because they were not finite or "
-        "not bounded: {units}",
+        "exceeded their bound: {units}",
     ),
     "outside": (
         "pc/domain/outside",
@@ -272,11 +275,13 @@ WARNINGS: Final = {
         "singular value was {largest:.3f}",
     ),
 }
-"""Metric to watch and warning to print if it grew, by key of `SpectralMetrics.state`."""
+"""Maps each key of `SpectralMetrics.state` to a metric, and to the warning to print when this
+metric has grown."""
 
 
 def set_aside(path: Path) -> list[str]:
-    """Rename a nonempty file to the first free `name.N.suffix`. Return `OLD to NEW` if renamed."""
+    """Rename a nonempty file to the first free `name.N.suffix`. Return [`OLD to NEW`], or [] if no
+    file was renamed."""
     if path.exists() and path.stat().st_size:
         names = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
         new = path.rename(next(name for name in names if not name.exists()))

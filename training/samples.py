@@ -46,7 +46,8 @@ class Sampler:
     def sample(
         self, model: ParallelModel, groups: Groups, heartbeat: Callable[[], None]
     ) -> dict[str, str]:
-        """Return `sample/<set>/prompt` and `sample/<set>/text` per set, identical on all ranks.
+        """Return `sample/<set>/prompt` and `sample/<set>/text` for each set. All ranks get the same
+        texts.
 
         `heartbeat` is called after every generated token.
         """
@@ -75,7 +76,8 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
 
 
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
-    """Return the start position of each token's document in a sample, `[sequence_length]`.
+    """For each token in a sample, return the position at which the token's document starts,
+    `[sequence_length]`.
 
     Within the first `prompt` tokens, documents start where they do in the set; generated tokens
     continue the last of these documents. The result is None if attention crosses document borders.
@@ -95,9 +97,9 @@ def next_tokens(
     vocab_size: int,
     firsts: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the most likely token after `position` for each window, int64 `[rows]`.
+    """Return the token that is most likely to follow `position` in each window, int64 `[rows]`.
 
-    `windows` is `[rows, sequence_length]`, identical on all ranks, and `firsts` contains the result
+    `windows` is `[rows, sequence_length]` and identical on all ranks. `firsts` contains the result
     of `written_documents` for each window. Each window is one micro-batch. Every data-parallel rank
     computes all windows.
     """
@@ -125,7 +127,8 @@ def next_tokens(
     figures: list[dict[str, Any]] = model.forward_backward(
         batches, choose, microbatches=count, micro_batch=1, train=False
     )
-    # Only the last-stage rank that holds this position computes tokens; the others have zeros.
+    # Only the rank of the last stage that holds this position computes tokens; all other ranks add
+    # zeros.
     tokens = torch.zeros(count, dtype=torch.int64, device=groups.device)
     for i, figure in enumerate(figures):
         tokens[i] = figure["token"]
@@ -137,10 +140,11 @@ def next_tokens(
 def best_token(
     logits: Tensor, groups: Groups, model: ParallelModel, position: int, vocab_size: int
 ) -> Tensor:
-    """Return the token with the largest logit at `position`, as a 0-d tensor.
+    """Return the token whose logit at `position` is largest, as a 0-d tensor.
 
-    `logits` is `[1, s / context, v / tensor]`. Ties go to the smallest token id. On context ranks
-    that do not hold the position, the result is 0. Padding rows of the vocabulary are ignored.
+    `logits` is `[1, s / context, v / tensor]`. If several logits are equally large, the smallest
+    token id is chosen. On context ranks that do not hold the position, the result is 0. Padding
+    rows of the vocabulary are ignored.
     """
     length = logits.shape[1] * groups.context.size
     chunks = context_chunks(length, rank=groups.context.rank, size=groups.context.size)
@@ -152,7 +156,7 @@ def best_token(
     ids = torch.arange(len(row), device=row.device) + tensor.rank * len(row)
     row = row.masked_fill(ids >= vocab_size, -torch.inf)
     largest = all_reduce_(row.max(), tensor, model.comm_volume, "samples", MAX)
-    # The maximum of the negated ids is the smallest id; ranks without the largest logit pass the
-    # lower bound.
+    # The maximum of the negated ids is the negated smallest id. Ranks without the largest logit
+    # contribute a lower bound on it.
     first = torch.where(row == largest, -ids, -len(row) * tensor.size).max()
     return -all_reduce_(first, tensor, model.comm_volume, "samples", MAX)

@@ -46,7 +46,7 @@ class StepResult:
 
     loss    mean loss
     norm    gradient norm
-    active  whether the step was taken, not skipped
+    active  True if the step was taken, False if it was skipped
     z_loss  mean squared log-sum-exp of the logits, or None if the z-loss is off
     """
 
@@ -71,7 +71,7 @@ class Trainer:
         tasks: Sequence[Task],
         monitor_interval: int | None,
     ) -> None:
-        """Build everything else that a step needs.
+        """Build all other objects that a step needs.
 
         data       training data, whose per-set counts are stored in checkpoints
         tasks      multiple-choice tasks on which the model is evaluated
@@ -112,7 +112,7 @@ class Trainer:
         return self.batch // (self.config.train.micro_batch * self.groups.data.size)
 
     def read_on(self) -> None:
-        """Continue reading from the current progress with the next step's global batch size."""
+        """Read on from the current progress, in batches of the next step's global batch size."""
         self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
         self.batches = self.make_batches(self.progress)
 
@@ -150,7 +150,7 @@ class Trainer:
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:
-        """Compute the gradient shards. Return the metrics of `mean_loss` averaged over the global
+        """Compute the gradient shards. Return the metrics of `mean_loss`, averaged over the global
         batch."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
@@ -170,9 +170,10 @@ class Trainer:
         return self.mean_over_ranks(figures)
 
     def weigh(self, batches: Sequence[Batch]) -> None:
-        """Give equal weight to all labels in the step that contribute to the loss.
+        """Set weights so that all labels of the step that contribute to the loss have equal weight.
 
-        Averaging the weighted sums over micro-batches and ranks then gives the mean over labels.
+        The average of the weighted sums over micro-batches and ranks is then the mean over these
+        labels.
         """
         replicas = self.groups.dense.replicas
         counts = torch.stack([batch["counted"].sum() for batch in batches])
@@ -181,9 +182,10 @@ class Trainer:
             batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Return the metrics of `mean_loss` averaged over the global batch, on all ranks.
+        """Average the metrics of `mean_loss` over the global batch, and return them on all ranks.
 
-        `figures` contains the metrics on the last pipeline stage and is empty on other stages.
+        `figures` contains the metrics of each micro-batch on the last pipeline stage, and is empty
+        on other stages.
         """
         shape = (2,) if self.config.train.z_loss else ()
         total = torch.zeros(shape, device=self.groups.device)
@@ -195,7 +197,8 @@ class Trainer:
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
-        """Return the metrics of a logged step, except its timings. Synchronizes with the device."""
+        """Return the metrics of a logged step, without its timings. Synchronizes with the
+        device."""
         factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
         groups = groups_of(self.config.model)
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
@@ -212,7 +215,8 @@ class Trainer:
         }
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the trainer's state, without tensors, for JSON. Synchronizes with the device.
+        """Return the trainer's non-tensor state as values that can be written to JSON. Synchronizes
+        with the device.
 
         Raises DisagreementError if watched weights have changed between steps.
         """
@@ -235,7 +239,7 @@ class Trainer:
         return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
 
     def read(self) -> dict[str, SetCount]:
-        """Return the per-set counts of what the run has read."""
+        """Return the numbers of samples and tokens that the run has read from each set."""
         return self.present.read(self.progress.sample)
 
     @property
@@ -244,7 +248,8 @@ class Trainer:
         return self.data.at(self.progress.step).since(self.progress.phase)
 
     def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
-        """Resume from `progress` and `state`, two of the entries returned by `checkpoint`."""
+        """Resume from two entries of the state returned by `checkpoint`: `progress` and, as
+        `state`, the entry `trainer`."""
         self.progress = progress
         self.read_on()
         self.guard.restore(state["guard"])
@@ -264,8 +269,9 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     """Return the training loss function.
 
     The loss is the mean token loss over the micro-batch plus `z_loss` times the mean squared
-    log-sum-exp of the logits. If the batch has `weights`, both means become weighted sums. The
-    metric `loss` is the mean loss `[]` or, with a z-loss, both means `[2]` without the coefficient.
+    log-sum-exp of the logits. If the batch has `weights`, weighted sums replace both means. The
+    metric `loss` is the mean loss `[]`. With a z-loss, it contains both means `[2]`, the second one
+    without the coefficient.
     """
     weights = batch.get("weights")
 
@@ -284,7 +290,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
 
 
 class GramPenalty:
-    """Gram penalty, whose gradient is added in the steps in which it is active.
+    """Gram penalty. In the steps in which it is active, its gradient is added to that of the loss.
 
     Source: "Learning in Transformers under Spectral Constraints", section 6, where the penalty is
     active during the first tenth of training.
@@ -302,7 +308,8 @@ class GramPenalty:
     def reports(self, step: int) -> bool:
         """Return whether the penalty's metrics are logged after `step`, counted from 1.
 
-        They are logged at logging steps and after the first step, to help choose the coefficient.
+        They are logged at logging steps and also after the first step, which helps to choose the
+        coefficient.
         """
         return step == 1 or step % self.log_interval == 0 or step == self.last
 
@@ -317,8 +324,8 @@ class GramPenalty:
             self._figures = self.optimizer.add_penalty(enabled=self._active, measured=measured)
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return the metrics of the last step, computed from the weights before it. `loss` is the
-        mean loss of that step.
+        """Return the penalty's metrics of the last step, computed from the weights before that
+        step. `loss` is the mean loss of that step.
 
         penalty/on              1 if the penalty was active, else 0
         penalty/value           coefficient times the summed penalties, whether active or not

@@ -23,7 +23,7 @@ from training.config.schema import ProfileConfig
 FOLDER: Final = "profile"
 """Subfolder of the run folder for profiles."""
 LARGEST_HISTORY: Final = 1_000_000
-"""Maximum number of allocations recorded in a memory snapshot."""
+"""Maximum number of allocations that a memory snapshot records."""
 
 
 def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
@@ -32,7 +32,8 @@ def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
 
 
 def announcement(config: Config, after: int) -> str | None:
-    """Return a note on what is profiled when the run resumes after step `after`, or None."""
+    """Return a note on what is profiled in a run that resumes after step `after`. Return None if
+    the config does not enable profiling."""
     section, last = config.log.profile, config.train.last
     if section is None:
         return None
@@ -58,7 +59,7 @@ def _named(steps: range) -> str:
 
 
 class StepProfile:
-    """Profiles this rank's steps. All ranks call its methods, including those not profiled."""
+    """Profiles this rank's steps. All ranks call its methods, even ranks that are not profiled."""
 
     def __init__(
         self, config: Config, groups: Groups, after: int, note: Callable[[str, int, str], None]
@@ -100,7 +101,8 @@ class StepProfile:
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """Write the profiled steps up to `step` to files, and report their paths. Collective."""
+        """Write the profiles of steps up to `step` to files, and report the paths of the files.
+        Collective."""
         if self._done or step < self.steps[0]:
             return
         self._done = True
@@ -154,7 +156,8 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn an exception into a warning; it ends only the profile."""
+        """Context manager that turns an exception into a warning. The exception ends the profile,
+        but not the run."""
         try:
             yield
         except Exception as error:
@@ -167,8 +170,8 @@ class StepProfile:
 def write_trace(session: profiler.profile, path: Path) -> Path:
     """Write the trace of a finished session to a compressed file and return its path.
 
-    Raises OSError if the disk is full, and RuntimeError if the trace is empty because other code
-    stopped the profiler (exporting an empty trace would abort the process).
+    Raises OSError if the disk is full. Raises RuntimeError if the trace is empty because other code
+    has stopped the profiler: exporting an empty trace would abort the process.
     """
     results = None if session.profiler is None else session.profiler.kineto_results
     if results is None or not results.events():

@@ -111,5 +111,5 @@ def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(
     assert lines[0]["penalty/gradient_ratio"] == pytest.approx(ratio, rel=1e-3)  # of float32 sums
     assert lines[0]["penalty/share"] == pytest.approx(fmean(shares), rel=1e-5)
     said = f"Gram penalty at the first step: {lines[0]['penalty/loss_ratio']:.3g} times the loss; "
-    said += f"gradient norm: {lines[0]['penalty/gradient_ratio']:.3g} times the loss's"
+    said += f"gradient norm: {lines[0]['penalty/gradient_ratio']:.3g} times that of the loss"
     assert said in capsys.readouterr().out
