@@ -59,12 +59,14 @@ class Section:
 
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
-    """Yield `KEY RULE, got VALUE` for each invalid key of a section. `, got VALUE` is omitted if
-    the rule already contains a value. `path` is the section's path in the config."""
+    """Yield `KEY RULE, got VALUE` for each invalid key of a section. If the rule already contains
+    `, got VALUE`, it is not added; if the rule gives a reason after a colon, the value precedes the
+    colon. `path` is the section's path in the config."""
     for key, wrong, rule in checks:
         if wrong:
             value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"
-            yield f"{join(path, key)} {rule}{value}"
+            head, colon, reason = rule.partition(": ")
+            yield f"{join(path, key)} {head}{value}{colon}{reason}"
 
 
 def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:

@@ -78,7 +78,7 @@ def output_path(text: str) -> Path:
     """
     _, wrong, rule = local_path("", text)
     if wrong:
-        raise argparse.ArgumentTypeError(f"{rule.partition('; write')[0]}, got {text!r:.80}")
+        raise argparse.ArgumentTypeError(rule.partition("; write")[0])
     return Path(text)
 
 

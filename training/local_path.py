@@ -16,14 +16,14 @@ def local_path(key: str, path: str | None) -> "Check":
     path = path or ""
     if URL.match(path):
         rule = (
-            "must be a local path, because object stores and hubs are not supported: mount the "
-            "store and use the path of the mounted folder, or copy the files"
+            f"must be a local path, got {path!r:.80}: object stores and hubs are not supported; "
+            "mount the store and use the path of the mounted folder, or copy the files"
         )
         return key, True, rule
     variable = VARIABLE.search(path)
     name = "HOME" if path.startswith("~") else variable[1] if variable else None
     rule = (
-        f"must be written out, because ~ and $NAME are not expanded; write '${{oc.env:{name}}}' "
-        "for the variable's value"
+        f"must be written out, got {path!r:.80}: ~ and $NAME are not expanded; write "
+        f"'${{oc.env:{name}}}' for the variable's value"
     )
     return key, name is not None, rule

@@ -45,7 +45,7 @@ class AtomicFolder:
     def __init__(self, output: Path, check: Callable[[], None], key: str | None = None) -> None:
         _, wrong, rule = local_path("output", str(output))
         if wrong:
-            raise InputError(f"the output {rule}, got {output}")
+            raise InputError(f"the output {rule}")
         self.output = output
         self._check = check
         self._key = key

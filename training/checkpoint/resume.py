@@ -57,7 +57,8 @@ Identity = dict[str, dict[str, Any]]
 
 
 class Change(NamedTuple):
-    """A value that differs between a saved and a resumed run. Missing values are "absent"."""
+    """A value that differs between a saved and a resumed run. A missing value is given as
+    "absent"."""
 
     key: str
     before: Any
@@ -122,7 +123,7 @@ def data_facts(
         for name, share in mixture.shares.items():
             facts[f"{prefix}.{name}.share"] = round(share, 6)
         facts[f"{prefix}.fingerprint"] = mixture.fingerprint()
-    # The fingerprint also covers ordering settings without a key above.
+    # The fingerprint also covers those settings of the sample order that have no key above.
     facts["fingerprint"] = data.fingerprint()
     sha256 = None if manifest is None else manifest.tokenizer.sha256
     if config.data.tokenizer is not None:
@@ -151,7 +152,7 @@ def modification_times(data: TrainingData) -> dict[str, str]:
 
 
 def settings(config: Config) -> Identity:
-    """Return the kinds of a run's identity that only depend on the config."""
+    """Return those kinds of a run's identity that depend on the config alone."""
     units = all_units(config.model)
     model = model_facts(config.model)
     model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"

@@ -31,9 +31,9 @@ FORMAT: Final = 2
 
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
 WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
-"""Files in every checkpoint, including those of imported weights."""
+"""Files that every checkpoint contains, even one of imported weights."""
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
-"""Files in every checkpoint saved by a run."""
+"""Files that every checkpoint saved by a run contains."""
 
 
 STEP: Final = re.compile(r"step_([0-9]{8,})")
@@ -127,7 +127,8 @@ class CheckpointInfo:
 
     @property
     def state(self) -> Path:
-        """State folder, for `parallel.checkpoint.state.load_state`."""
+        """Folder `state` of the checkpoint, as expected by
+        `parallel.checkpoint.state.load_state`."""
         return self.path / STATE
 
     @property

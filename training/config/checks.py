@@ -51,24 +51,24 @@ def run_checks(config: Config) -> Iterator[Check]:
     rule = "requires train.precision bf16"
     yield "model.attention_kernel", flash and train.precision != "bf16", rule
     rule = (
-        "must be auto or null with model.attention_backend transformer_engine, which uses its own "
-        "kernels"
+        "must be auto or null with model.attention_backend transformer_engine: that backend uses "
+        "kernels of its own"
     )
     yield "train.fused_backward", not sdpa and train.fused_backward == "triton", rule
     rule = (
-        "requires model.attention_backend sdpa, because document boundaries are not passed to "
-        "Transformer Engine"
+        "requires model.attention_backend sdpa: document boundaries are not passed to Transformer "
+        "Engine"
     )
     yield "data.document_mask", masked and not sdpa, rule
     yield "data.document_mask", masked and flash, "requires model.attention_kernel auto"
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
     rule = (
-        "must be none or full if every feed-forward block is routed, because selective does not "
-        "recompute routed experts"
+        "must be none or full if every feed-forward block is routed: selective does not recompute "
+        "routed experts"
     )
     yield "train.recompute", routed_only and train.recompute == "selective", rule
     yield from misnamed("optimizer.roles", config.optimizer.roles, roles_of(config))
-    rule = "must be 0 with checkpoint.interval 0, because there is no checkpoint to rewind to"
+    rule = "must be 0 with checkpoint.interval 0: there is no checkpoint to rewind to"
     yield "spikes.rewinds", config.spikes.rewinds and not config.checkpoint.interval, rule
     profile = config.log.profile
     late = profile is not None and profile.first > train.steps
@@ -120,7 +120,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
     pc, model = config.pc, config.model
     if pc is None:
         return
-    rule = "must be null with pc, because PC layers would change the loaded effective weights"
+    rule = "must be null with pc: PC layers would change the loaded effective weights"
     yield "checkpoint.initialize_from", config.checkpoint.initialize_from is not None, rule
     options = [role for role in roles_of(config) if role not in NOT_LINEAR]
     yield from misnamed("pc.blocks", pc.blocks or [], options)

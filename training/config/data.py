@@ -31,9 +31,7 @@ class DataPhase(Section):
     def checks(self) -> Iterator[Check]:
         """Check that exactly one key defines the start of the phase."""
         keys = [key for key in BEGINNINGS if getattr(self, key)]
-        rule = (
-            f"or after_share or with_decay must be set, exactly one of the three, got {len(keys)}"
-        )
+        rule = f"or after_share or with_decay must be set, and only one of them, got {len(keys)}"
         yield "after_steps", len(keys) != 1, rule
 
     @property
@@ -171,5 +169,4 @@ class TasksConfig(Section):
         """Check the tasks' names and file paths."""
         for name, path in self.files.items():
             yield name_check("files", name)
-            _, wrong, rule = local_path("files", path)
-            yield "files", wrong, f"{rule}, got {path!r} for {name}"
+            yield local_path(f"files.{name}", path)

@@ -233,9 +233,9 @@ def made_task(name: str, *, window: int, vocab_size: int) -> Task:
 def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
     """Compute lm-eval's `acc` and `acc_norm` for a task from the log-likelihood of each request.
 
-    The prediction is the first choice with the highest log-likelihood. For `acc_norm`,
-    log-likelihoods are divided by the number of characters. Both are NaN if any log-likelihood is
-    NaN (lm-eval would pick the first NaN).
+    The prediction is the first choice with the highest log-likelihood. For `acc_norm`, each
+    log-likelihood is divided by the number of characters in its choice. Both metrics are NaN if any
+    log-likelihood is NaN (lm-eval would pick the first NaN).
     """
     if np.isnan(likelihoods).any():
         return math.nan, math.nan

@@ -37,7 +37,7 @@ class Report:
                micro-batches from each set, and for a save
     planned_memory_bytes, planned_seconds   memory and step time according to the plan
     modelled_seconds   modelled time of a step without periodic work
-    mfu        model FLOPs divided by the device's peak FLOPs in `modelled_seconds`
+    mfu        model FLOPs divided by the FLOPs possible at the device's peak in `modelled_seconds`
     micro_batch_elementwise_bytes   bytes moved by a micro-batch outside matmuls
     """
 
