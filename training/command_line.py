@@ -60,7 +60,7 @@ LAUNCHED: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT",
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
-"""Environment variables set by launchers. Their values are non-negative integers."""
+"""Environment variables that launchers set to non-negative integers."""
 LAST_PORT: Final = 65535
 
 

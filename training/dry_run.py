@@ -154,7 +154,7 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return the `StepShape` on which the plan is based. It does not include update rules."""
+    """Return the `StepShape` on which the plan is based, which does not include update rules."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
@@ -232,8 +232,9 @@ def device_named(text: str) -> Device:
     """Return the device named `text`, or the one described by the YAML file `text`.
 
     Values missing from the file are taken from the device named by its key `base`. Without `base`,
-    they are taken from h100, and a note in the device's name says so. The name defaults to the
-    file's name. A `peak` with all dtypes in `REQUIRED` replaces the entire `peak` of the base.
+    missing values are taken from h100, and a note in the device's name says so. The device's name
+    defaults to the file's name. A `peak` with all dtypes in `REQUIRED` replaces the entire `peak`
+    of the base.
 
     Raises InvalidConfigError if there is no such device or file, or if the file is invalid.
     """

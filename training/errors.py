@@ -50,8 +50,8 @@ _COMMANDS: Final = re.compile(
 def printable(text: str) -> str:
     """Replace characters that could affect a terminal or page with U+FFFD.
 
-    These are control characters other than line breaks and tabs, lone surrogates (which cannot be
-    encoded in UTF-8), and characters that change the text direction.
+    The replaced characters are control characters other than line breaks and tabs, lone surrogates
+    (which cannot be encoded in UTF-8), and characters that change the text direction.
     """
     return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 

@@ -65,7 +65,7 @@ def evaluate(
 
 
 def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
-    """Average over validation sets. Each has the weight of the training set of the same name.
+    """Average over validation sets, giving each the weight of the training set of the same name.
 
     If any of these training sets is missing or has weight 0, the average is unweighted.
     """
@@ -244,8 +244,8 @@ def log_likelihoods(
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return, in ascending order, the lengths to which sequences are padded. These are the window
-    length and its halves, quarters and so on, down to the shortest that the layout can split."""
+    """Return, in ascending order, the lengths to which sequences are padded: the window length, its
+    half, its quarter and so on, down to the shortest length that the layout can split."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:

@@ -248,8 +248,8 @@ class Trainer:
         return self.data.at(self.progress.step).since(self.progress.phase)
 
     def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
-        """Resume from two entries of the state returned by `checkpoint`: `progress` and, as
-        `state`, the entry `trainer`."""
+        """Resume from the entries "progress" (`progress`) and "trainer" (`state`) of what
+        `checkpoint` returned."""
         self.progress = progress
         self.read_on()
         self.guard.restore(state["guard"])
@@ -308,8 +308,8 @@ class GramPenalty:
     def reports(self, step: int) -> bool:
         """Return whether the penalty's metrics are logged after `step`, counted from 1.
 
-        They are logged at logging steps and also after the first step, which helps to choose the
-        coefficient.
+        The metrics are logged at logging steps and also after the first step, which helps to choose
+        the coefficient.
         """
         return step == 1 or step % self.log_interval == 0 or step == self.last
 

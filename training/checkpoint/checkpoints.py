@@ -283,8 +283,8 @@ def name_latest(run_dir: str | Path, name: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. Its folder is renamed first, so that a partially removed checkpoint is
-    never loaded."""
+    """Remove a checkpoint. The folder is renamed before any file is removed, so that a partially
+    removed checkpoint is never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
     delete(doomed)

@@ -103,9 +103,10 @@ def initial_weights(
 def chosen_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> tuple[CheckpointInfo, str, bool]:
-    """Return the checkpoint that `checkpoint.initialize_from` refers to, the sha256 of its
-    meta.json, and whether both tokenizers are known. The key must not be null. For arguments and
-    errors, see `initial_weights`. Models are not compared if the vocabulary size is unknown."""
+    """Return the checkpoint that `checkpoint.initialize_from` refers to, the sha256 of the
+    checkpoint's meta.json, and whether both tokenizers are known. `checkpoint.initialize_from` must
+    not be null. For arguments and errors, see `initial_weights`. Models are not compared if the
+    vocabulary size is unknown."""
     assert config.checkpoint.initialize_from is not None
     try:
         info = read_checkpoint(config.checkpoint.initialize_from)

@@ -133,16 +133,17 @@ def data_facts(
 
 
 def contents_of(facts: Identity) -> dict[str, str | None]:
-    """Return the hashes of all sets and the tokenizer from `facts`, the result of `data_facts`. The
-    keys are `NAME` for training sets, `validation.NAME` for validation sets, and `tokenizer`."""
+    """Return the hashes of all sets and the tokenizer from `facts`, the result of `data_facts`.
+    Hashes of training sets have the key `NAME`, those of validation sets `validation.NAME`, and
+    that of the tokenizer `tokenizer`."""
     end = ".content"
     sets = {k.removesuffix(end): v for k, v in facts["data"].items() if k.endswith(end)}
     return sets | {"tokenizer": facts["tokenizer"]["sha256"]}
 
 
 def modification_times(data: TrainingData) -> dict[str, str]:
-    """Return the modification times of training sets that have no hash of all their tokens. The
-    keys are those of kind `data`.
+    """Return the modification times of training sets that have no hash of all their tokens, under
+    the keys that kind `data` of the identity uses.
 
     Copies of a set on different nodes may have different modification times, so all ranks must use
     the times of one rank.
@@ -203,9 +204,9 @@ def announced(
 ) -> list[str]:
     """Return a message for each accepted change since the checkpoint that affects metrics.
 
-    These are changes of allowed kinds; changes of validation, tasks and spike detection; and
-    changes that affect rounding or speed: layout, micro-batch, implementations, and the software
-    and device in `machine`.
+    The changes are those of allowed kinds; those of validation, tasks and spike detection; and
+    those that affect rounding or speed: layout, micro-batch, implementations, and the software and
+    device in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change

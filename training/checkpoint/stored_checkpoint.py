@@ -311,8 +311,8 @@ class CheckpointWeights:
         return self._stored.read([key])[key].float().reshape(unit.shape)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the module buffer `name`. If it is not stored, as may be the case for an expert
-        bias, return zeros of shape `shape`."""
+        """Return the module buffer `name`, or zeros of shape `shape` if the checkpoint does not
+        contain the buffer (as may be the case for an expert bias)."""
         key = f"buffer/{name}"
         if key not in self._stored:
             return torch.zeros(shape)

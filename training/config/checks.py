@@ -217,8 +217,8 @@ def world(config: Config, world_size: int, step: int, tokens: int) -> Iterator[s
 
 
 def fits(config: Config, world_size: int, **train: int) -> bool:
-    """Return whether `config` can run on `world_size` ranks. The arguments `train` override keys of
-    its section `train`."""
+    """Return whether `config` can run on `world_size` ranks. The keyword arguments `train` override
+    keys in section `train` of the config."""
     changed = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
     return holds(world_checks(changed, world_size))
 

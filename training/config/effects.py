@@ -1,8 +1,8 @@
 """Find settings that have no effect because of other settings.
 
-They are often inherited from a base config, so a run lists them at startup instead of raising an
-error. Settings of a feature disabled by an interval of 0 are not listed. Contradictory settings
-within a section are rejected instead (`models.section.ignored`).
+Settings without effect are often inherited from a base config, so a run lists them at startup
+instead of raising an error. Settings of a feature disabled by an interval of 0 are not listed.
+Contradictory settings within a section are rejected instead (`models.section.ignored`).
 """
 
 from collections.abc import Iterator

@@ -20,7 +20,8 @@ GROUPS: Final[tuple[Group, ...]] = get_args(Group)
 rate under its name."""
 
 ROUTERS: Final = ("router", "shared_router")
-"""Roles of router matrices. They default to AdamW; SSO's published code uses SSO for them."""
+"""Roles of router matrices. The default rule for routers is AdamW, although SSO's published code
+uses SSO for them."""
 
 
 def groups_of(model: ModelConfig) -> list[Group]:
@@ -99,7 +100,7 @@ class RoleConfig(Section):
 class DistributedConfig(Section):
     """Distribution of optimizer work and memory across ranks.
 
-    It does not affect results, except with `tensor_mode: shardwise`.
+    The distribution does not affect results, except with `tensor_mode: shardwise`.
     """
 
     placement: Strategy = "auto"
@@ -220,7 +221,7 @@ class OptimizerConfig(Section):
 
 
 def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Drop obsolete keys from a saved config. These keys never affected results."""
+    """Drop from a saved config obsolete keys that never affected results."""
     match content:
         case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
             return {**content, "optimizer": {**sections, "distributed": others}}

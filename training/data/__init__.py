@@ -1,5 +1,5 @@
 """Training and validation tokens: files, manifest and sample order.
 
-This package does not depend on the model. All it uses of the layout is a rank's position. Text is
-tokenized in scripts/data. Start with build_data.py and order.py.
+The samples do not depend on the model or the layout; a rank's position only determines which
+samples the rank reads. Text is tokenized in scripts/data. Start with build_data.py and order.py.
 """

@@ -33,8 +33,8 @@ def training_batches(
 ) -> Iterator[torch.Tensor]:
     """Return an infinite iterator over this rank's micro-batches, starting after `progress`.
 
-    A micro-batch is int64 `[micro_batch, sequence_length + 1]`. With document borders, it has the
-    shape given in `training_loader`.
+    A micro-batch is int64 `[micro_batch, sequence_length + 1]`. With document borders, a
+    micro-batch has the shape given in `training_loader`.
     """
     sampler = GlobalBatchSampler(
         consumed=progress.sample,
@@ -96,8 +96,8 @@ def training_loader(
     To resume, pass a sampler whose `consumed` is the number of samples used so far.
 
     Args:
-        workers: number of prefetching processes; 0 loads batches in this process. It does not
-            affect the order of batches.
+        workers: number of prefetching processes; 0 loads batches in this process. The number does
+            not affect the order of batches.
 
     Raises:
         ConfigError: shared memory is too small for the batches prefetched by `workers`.

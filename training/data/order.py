@@ -238,8 +238,8 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
 class TrainingData(Dataset[Tensor]):
     """All samples of a run: `data[k]` is sample k, for any k >= 0.
 
-    A sample is int64 `[sequence_length + 1]`. With document borders, it has the shape given in
-    `TokenSet.sample`. A run with several mixtures has one object per mixture; `at` returns the
+    A sample is int64 `[sequence_length + 1]`. With document borders, a sample has the shape given
+    in `TokenSet.sample`. A run with several mixtures has one object per mixture; `at` returns the
     object for a given step.
 
     Args:
@@ -288,8 +288,8 @@ class TrainingData(Dataset[Tensor]):
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return a copy with the same sets and weights, whose samples are those of `phase`. The
-        first of them is `data[phase.sample]`."""
+        """Return a copy with the same sets and weights, whose samples are those of `phase`,
+        starting with `data[phase.sample]`."""
         data = copy.copy(self)
         data.phase = phase
         return data
@@ -309,7 +309,7 @@ class TrainingData(Dataset[Tensor]):
 
     def read(self, samples: int) -> dict[str, SetCount]:
         """Return the number of samples and tokens read from each set in the first `samples` samples
-        of a run. The last of these samples must be in this phase."""
+        of a run. Sample `samples - 1` must be in this phase."""
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):

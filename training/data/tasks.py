@@ -44,8 +44,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of a context followed by those of a choice. The last `scored` tokens are the
-    choice."""
+    """Tokens of a context, followed by the `scored` tokens of a choice."""
 
     tokens: list[int]
     scored: int
@@ -218,8 +217,8 @@ def _requests(
 
 
 def made_task(name: str, *, window: int, vocab_size: int) -> Task:
-    """Generate a task of random tokens, with sequences of up to `window` + 1 tokens. The task is
-    identical on all ranks."""
+    """Generate a task of random tokens, identical on all ranks, with sequences of up to `window` +
+    1 tokens."""
     generator = np.random.default_rng(0)
     lengths = np.linspace(2, window + 1, MOCK_EXAMPLES * MOCK_CHOICES).astype(int)
     requests = [

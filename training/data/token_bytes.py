@@ -76,7 +76,7 @@ def is_byte_level(content: dict[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json maps text to tokens byte for byte.
 
     The tokenizer must be a BPE whose vocabulary uses the byte alphabet and includes all 256 bytes.
-    Its byte-level pre-tokenizer must not prepend a space to the text. No step may change, add or
+    The byte-level pre-tokenizer must not prepend a space to the text. No step may change, add or
     remove characters: there must be no normalizer, other pre-tokenizers must only split, and added
     tokens must not strip adjacent spaces.
     """

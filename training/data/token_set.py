@@ -275,8 +275,8 @@ class TokenSet:
     def unigram_entropy(self) -> float:
         """Return the entropy of the set's token frequencies in nats.
 
-        This is the lowest loss achievable without context. A model whose loss is not lower has at
-        best learned token frequencies.
+        Without context, no model can achieve a loss below this entropy. A model whose loss is not
+        below it has at best learned token frequencies.
         """
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
@@ -314,10 +314,10 @@ class TokenSet:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 digest that identifies the set. It covers the sizes of both files, the index
-        (which contains all document lengths) and the tokens. If the index exceeds 64 MiB, only its
-        first and last 32 MiB are covered; if the token file exceeds `WHOLE` bytes, only 64 evenly
-        spaced blocks of 4 KiB.
+        """SHA-256 digest that identifies the set. The digest covers the sizes of both files, the
+        index (which contains all document lengths) and the tokens. If the index exceeds 64 MiB,
+        only its first and last 32 MiB are covered; if the token file exceeds `WHOLE` bytes, only 64
+        evenly spaced blocks of 4 KiB.
         """
         digest = hashlib.sha256()
         for suffix, whole, spread, size in (

@@ -264,8 +264,8 @@ class Lifecycle:
     def save_last(self, meta: Mapping[str, Any]) -> None:
         """Save the last step unless it is already saved, and clear the stop request.
 
-        Raises CheckpointError if the state contains non-finite values. Otherwise, raises this
-        rank's deferred error, if there is one.
+        Raises CheckpointError if the state contains non-finite values. If the state is finite,
+        raises this rank's deferred error, if there is one.
         """
         if self.config.checkpoint.interval > 0:
             self.wait()
@@ -289,7 +289,7 @@ class Lifecycle:
     def _failed_anywhere(self, failed: bool) -> bool:
         """Return whether `failed` is true on any rank.
 
-        This drops the pending exchange that `after_step` started, and therefore exchanges stop
+        The call drops the pending exchange that `after_step` started, and therefore exchanges stop
         requests itself.
         """
         stop, failures, _ = self.agreement.now([self.stops.wanted(), int(failed), 0])

@@ -1,8 +1,8 @@
 """Throughput of a run, and two causes of slowdowns: stragglers and garbage collection.
 
-By default, Python's garbage collector runs after a certain number of allocations. This happens at
-different steps on different ranks, and all other ranks wait each time. This module makes all ranks
-collect at the same steps.
+By default, Python's garbage collector runs after a certain number of allocations. Ranks would then
+collect garbage at different steps, and all other ranks would wait each time. This module makes all
+ranks collect at the same steps.
 """
 
 import contextlib
@@ -196,7 +196,7 @@ INTERVAL: Final = 10
 def collected_at_steps() -> Iterator[None]:
     """Context manager in which only `collect` collects garbage, and only among new objects.
 
-    If objects are already frozen, it leaves existing objects as they are.
+    If objects are already frozen, the context manager neither freezes nor unfreezes any.
     """
     automatic, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()

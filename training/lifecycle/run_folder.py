@@ -117,8 +117,8 @@ class HeldFolder:
             return True
 
     def _lock_number(self) -> int | None:
-        """Return the lock file's inode number, or None if the file is missing. The file must not be
-        opened: closing it would release the lock."""
+        """Return the lock file's inode number, or None if the file is missing. The lock file must
+        not be opened: closing it would release the lock."""
         try:
             return os.stat(self.path / LOCK).st_ino
         except FileNotFoundError:

@@ -58,7 +58,7 @@ def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
         ),
     ):
         missing = attrgetter(key)(config) == value and not installed()
-        rule = f"requires {package}, which is not installed: pip install it, or set {key}={other}"
+        rule = f"requires {package}: it is not installed; pip install it, or set {key}={other}"
         yield key, missing, rule
     compiler = missing_compiler(device) if train.compile == "inductor" else None
     yield "train.compile", compiler, f"requires {compiler}: install it, or set train.compile=null"

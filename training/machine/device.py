@@ -114,7 +114,7 @@ def gpus_here() -> Gpus:
 def nvidia_devices() -> Iterator[str]:
     """Yield the system's NVIDIA devices, usable or not.
 
-    These are the driver's device files or, if there are none, the devices on the PCI bus, which are
+    Devices are found as the driver's device files or, if there are none, on the PCI bus, which is
     visible even in a container without GPU access.
     """
     nodes = sorted(map(str, Path("/dev").glob("nvidia[0-9]*")))

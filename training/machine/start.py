@@ -113,8 +113,8 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """Raise RanksDifferError on all ranks if facts differ between ranks. The error has one line per
-    differing fact. Collective."""
+    """If facts differ between ranks, raise a RanksDifferError with one line per differing fact on
+    all ranks. Collective."""
     lines = disagreements(facts)
     if lines:
         raise RanksDifferError("\n".join(lines))

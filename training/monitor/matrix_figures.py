@@ -23,7 +23,7 @@ from spectral.batching import grouped
 from spectral.device_values import is_known
 
 ROOT_SHIFT = 1e-10
-"""This fraction of its trace is added to the diagonal of a Gram matrix, to keep it positive
+"""Fraction of a Gram matrix's trace that is added to its diagonal, to keep the matrix positive
 definite despite rounding."""
 QUANTILES = 11
 """Number of singular value quantiles: 0, 10, ..., 100%."""
@@ -199,8 +199,8 @@ def noise_figures(products: Tensor, what: str) -> Figures:
 
 
 def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the float64 updates of consecutive steps, without weight decay. Each list holds one
-    block of the update of every step.
+    """Yield the float64 updates of consecutive steps, without weight decay, in blocks. Each yielded
+    list contains the same block of the update of every step.
 
     weights  `[units, rows, cols]` before, between and after the steps
     kept     `[units, 1, 1]` per step, the factor 1 - lr * weight_decay

@@ -62,8 +62,8 @@ prefix `rule_`."""
 class LayerSampling:
     """Selects the layers whose inputs are measured in a monitored step.
 
-    It selects all layers if the Gram matrices of their inputs fit in `monitors.activation_gib`.
-    Otherwise it selects a subset, and the next monitored step measures the next subset. The
+    All layers are selected if the Gram matrices of their inputs fit in `monitors.activation_gib`.
+    Otherwise, each monitored step measures a different subset of the layers, in rotation. The
     selection depends on unsharded weight sizes, so it is the same on any layout.
     """
 
@@ -199,8 +199,8 @@ class Monitors:
         """Return the contents of the line for `step` in monitors.jsonl, and the aggregates to add
         to the metrics.
 
-        `tokens` is the number of tokens seen so far. Both results are empty if the step is not
-        monitored. On ranks other than 0, they are always empty. Collective.
+        `tokens` is the number of tokens seen so far. Both results are empty on ranks other than 0,
+        and on all ranks if the step is not monitored. Collective.
         """
         if not self.due(step):
             return {}, {}
@@ -373,8 +373,8 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return the number of consecutive updates to compare. The last of them is that of the
-    monitored step."""
+    """Return the number of consecutive updates to compare, including that of the monitored step,
+    which is the last."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)

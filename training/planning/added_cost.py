@@ -33,8 +33,8 @@ WIDE: Final = 8
 SCORE_BYTES: Final = 18
 """Bytes moved per attention score to write, scale and mask it and to take the maximum."""
 SIZE_BYTES: Final = 130
-"""Bytes moved per layer and element of the residual stream. Each layer measures the stream four
-times."""
+"""Bytes moved per layer and element of the residual stream, to measure the stream four times per
+layer."""
 LAUNCHES: Final = 300
 """Number of kernel launches per matrix with all groups of metrics enabled."""
 

@@ -155,8 +155,8 @@ BEST: Final = 10
 
 
 def best_layouts(layouts: Layouts) -> list[Variant]:
-    """Return the `BEST` fastest layouts that fit, from fastest to slowest. Each has the micro-batch
-    size, recomputation and loss chunk that make it fastest."""
+    """Return the `BEST` fastest layouts that fit, from fastest to slowest. Each layout has the
+    micro-batch size, recomputation and loss chunk with which it is fastest."""
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
     ordered = by_bound(layouts)
@@ -236,7 +236,7 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
 
 
 def search_table(variants: list[Variant]) -> str:
-    """Return a table with one row per layout. It shows the layout's sizes, step time, memory and
+    """Return a table with one row per layout, which shows the layout's sizes, step time, memory and
     main bottleneck."""
     rows = []
     for each in variants:
@@ -269,7 +269,8 @@ def overlay(
     """Return the text of a config named `name` that extends the file `base` with the layout of
     `best`.
 
-    It includes the `overrides` given on the command line, so that it describes the same run.
+    The config includes the `overrides` given on the command line, so that it describes the same
+    run.
 
     device     value for `plan.device`: a device name or the path of a YAML file
     """

@@ -48,9 +48,8 @@ def efficient_attention_backward(
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in host memory that is only allocated on first access.
-
-    Therefore device-to-host copies that are never read take no memory.
+    """Return zeros in host memory that is only allocated on first access, so that device-to-host
+    copies that are never read take no memory.
     """
     kind = "c" if dtype.is_complex else "u"
     return torch.from_numpy(np.zeros(tuple(shape), f"{kind}{dtype.itemsize}")).view(dtype)
@@ -252,7 +251,7 @@ class DeviceTensors(FakeTensorMode):
         self.trace.read(name)
 
     def _to_device(self, source: Tensor, later: bool) -> None:
-        """Record a copy to the device. It blocks the host if `source` is in pageable memory."""
+        """Record a copy to the device, which blocks the host if `source` is in pageable memory."""
         if not later or not self.pinned.holds(source):
             self.trace.synchronize("copy to the device", self.trace.stream)
 

@@ -34,8 +34,8 @@ LOWER_RIGHT = 2
 
 @dataclass(frozen=True)
 class LowerRight:
-    """A causal mask aligned to the last query and key. It stands in for PyTorch's mask type, which
-    fake tensors do not support."""
+    """A causal mask aligned to the last query and key. The class stands in for PyTorch's mask type,
+    which fake tensors do not support."""
 
     queries: int
     keys: int
@@ -58,8 +58,8 @@ def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> Non
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether flash attention supports the inputs. It requires a 16-bit dtype, and one head
-    dimension of at most 256 for all inputs."""
+    """Return whether flash attention supports the inputs. Flash attention requires a 16-bit dtype,
+    and one head dimension of at most 256 for all inputs."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
@@ -137,10 +137,10 @@ class FusedFunction:
 def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     """Until this process exits, replace `torch.compile`, and `rms_norm` for device tensors.
 
-    A fused function reads its arguments once and writes its results once. Its backward pass reads
-    the saved arguments and the gradients of the results, and writes the gradients of the arguments.
-    The arguments include gains, because inductor reduces over rows and over columns in the same
-    kernel. The backward pass reads the tensors returned by `read_again` twice.
+    A fused function reads its arguments once and writes its results once. The function's backward
+    pass reads the saved arguments and the gradients of the results, and writes the gradients of the
+    arguments. Gains are among these arguments, because inductor reduces over rows and over columns
+    in the same kernel. The backward pass reads the tensors returned by `read_again` twice.
     """
 
     class Fused(torch.autograd.Function):

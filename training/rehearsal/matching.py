@@ -31,7 +31,8 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
 
 Event = tuple[int, int, str]
 """An event is (rank, call number, kind). Kind "stream" means that the current stream reaches the
-call, kind "call" that the call runs. The calls of a batch have the number of its first call."""
+call, kind "call" that the call runs. All calls of a batch have the number of the batch's first
+call."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
@@ -70,8 +71,8 @@ def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
 
 
 def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event], object | None]]:
-    """Yield an (event, preceding events, key) triple for each event of a rank. The key is the one
-    that matching events of peers have, or None."""
+    """Yield an (event, preceding events, key) triple for each event of a rank. Matching events of
+    peers have the same key; events without peers have the key None."""
     first: dict[object, int] = {}  # first call of each batch
     last: dict[str, Event] = {}  # last event of each group
     counts: dict[object, int] = defaultdict(int)

@@ -40,7 +40,7 @@ GPUs."""
 
 VARYING: Final = "torch_attn"
 """Namespace of FlashAttention 2's variable-length operations, which take document lengths as
-tensors. They only exist after importing a module that loads torch's compiler."""
+tensors. The namespace only exists after importing a module that loads torch's compiler."""
 
 CAUSAL: Final = (
     *FLASH,
@@ -153,9 +153,9 @@ FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
     torch.ops.aten.linalg_cholesky_ex: lambda x: x.numel() * x.shape[-1] / 3,
     torch.ops.aten.linalg_solve_triangular: lambda factor, b: float(b.numel() * factor.shape[-1]),
 }
-"""Maps operations for which PyTorch has no FLOP formula to functions that compute the FLOPs from
-their tensor arguments. These operations are Cholesky factorisations of x `[..., n, n]`, and
-triangular solves with right-hand sides `[..., n, columns]`."""
+"""Maps operations for which PyTorch has no FLOP formula to functions that compute their FLOPs from
+the tensor arguments: Cholesky factorisations of x `[..., n, n]`, and triangular solves with
+right-hand sides `[..., n, columns]`."""
 
 EIGENVALUES: Final = (
     torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd, torch.ops.aten.linalg_eig,

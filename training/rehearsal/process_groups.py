@@ -35,7 +35,7 @@ class NoBackend:
 
 
 class Work(dist.Work):
-    """A collective in flight. It holds references to its tensors until `wait` is called."""
+    """A collective in flight, whose tensors are kept alive until `wait` is called."""
 
     def __init__(self, done: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -196,8 +196,8 @@ def operation(reduction: Any) -> str:
 
 
 def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
-    """Return the parts of `whole` that a gather writes. If `piece` is a slice of `whole`, it is not
-    among them."""
+    """Return the parts of `whole` that a gather writes: all of `whole` or, if `piece` is a slice of
+    it, all but `piece`."""
     same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
     if not same or not whole.is_contiguous():
         return [whole]

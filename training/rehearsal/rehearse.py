@@ -190,8 +190,8 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
     """Return the counts for one micro-batch.
 
-    They are derived from the difference between the starts of the last two rounds of forward
-    passes. If there is only one round, they are `counts` divided by the number of micro-batches.
+    The counts are derived from the difference between the starts of the last two rounds of forward
+    passes. If there is only one round, `counts` is divided by the number of micro-batches.
     """
     scenario = report.scenario
     assert scenario is not None

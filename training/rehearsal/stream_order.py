@@ -1,9 +1,9 @@
 """Detects unordered memory accesses across streams.
 
-Each stream S has a vector clock. For every stream, it stores the last access that is known to
-complete before the next work on S. An event passes the clock of the recording stream to the waiting
-stream. If two streams access the same bytes and one of the accesses is a write, the clocks must
-order the two accesses.
+Each stream has a vector clock. The vector clock of a stream S stores, for every stream, the last
+access that is known to complete before the next work on S. An event passes the clock of the
+recording stream to the waiting stream. If two streams access the same bytes and one of the accesses
+is a write, the clocks must order the two accesses.
 """
 
 from collections.abc import Iterable

@@ -17,8 +17,8 @@ from training.report.text import duration, short
 
 
 def first_line(config: Config) -> str:
-    """Return the first console line, which is printed before torch is imported. It states the run's
-    name and folder and how to stop the run."""
+    """Return the first console line, printed before torch is imported: the run's name and folder,
+    and how to stop the run."""
     folder = config.run.dir
     stop = quote(f"{folder}/STOP")
     how = "saves and stops"
@@ -115,8 +115,8 @@ def next_commands(config: Config) -> Iterator[str]:
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
-    """Yield one line per text sample. It contains the name of the set, the end of the prompt and
-    the continuation."""
+    """Yield one line per text sample, with the name of the set, the end of the prompt and the
+    continuation."""
     for key, text in metrics.items():
         if key.startswith("sample/") and key.endswith("/text"):
             name = key.split("/")[1]
