@@ -674,6 +674,10 @@ class Watch(TorchDispatchMode):
             self.columns.write(out, reduce(self.numbers.joined, both))
         if weight is None or sides[weight].ndim == 1:
             return
+        if self.weights[sides[weight]].values is not None:
+            numbers = self.weights.read(sides[weight])
+            if numbers is None or bool((numbers < 0).any()):
+                return self._hide([sides[weight]], "a matmul with a padded weight")
         axis = summed[weight] - sides[weight].ndim + 2
         parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
         apart = sides[weight].ndim == 2 or len(sides[weight]) == 1

@@ -980,6 +980,14 @@ def a_flat_weight(m: Any, x: Tensor) -> Any:
     return m.out(m.inner(x) @ (2 * m.flat[12:]).view(12, 4))
 
 
+PADDED = "far: a matmul with a padded weight hides"
+
+
+@refused(PADDED, "q 12 12, out 12 4, far 5x12")
+def a_padded_table_of_distances(m: Any, x: Tensor) -> Any:
+    return m.out((m.q(x) @ F.pad(m.far, (0, 0, 2, 2)).T).softmax(-1) @ x)
+
+
 ACROSS = "qkv.weight: a matrix product of activations uses overlapping sets of its outputs"
 
 
