@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the average. Print which checkpoints it contains and how to start a run from it."""
+    """Write the average. Print which checkpoints were averaged and how to start a run from it."""
     options = parse(arguments)
     with progress(lambda: "importing PyTorch and megatron-core, reading checkpoints"):
         return _average(options)
@@ -54,7 +54,7 @@ def _average(options: argparse.Namespace) -> int:
 def chosen(
     run: Path, output: Path, requested: Sequence[int] | None, last: int | None
 ) -> tuple[list["CheckpointInfo"], list[str]]:
-    """Return the checkpoints to average, sorted by step, and descriptions of those left out.
+    """Return the checkpoints to average, sorted by step, and a description of each one left out.
 
     Raises InputError if a requested step has no checkpoint, if the output is inside a run's
     checkpoint folder, or if fewer than two checkpoints remain. Raises BrokenCheckpointError if a
@@ -65,8 +65,10 @@ def chosen(
     if not (run / FOLDER).is_dir():
         raise InputError(f"the run folder must contain {FOLDER}, got {run}{near_name(run)}")
     if real_path(output).parent.name == FOLDER:
-        rule = f"must not be in a run's {FOLDER}, where the run would mistake it for a checkpoint"
-        raise InputError(f"the output {rule}, got {output}")
+        raise InputError(
+            f"the output must not be in a run's {FOLDER}, got {output}: the run would mistake it "
+            "for a checkpoint"
+        )
     existing = steps(run)
     missing = [step for step in requested or () if step not in existing]
     if missing:

@@ -133,7 +133,7 @@ def checks(device: torch.device, size: int) -> Iterator[Check]:
 
 
 def matmul_check(device: torch.device) -> Check:
-    """Return a check of a matmul of matrices of -1, 0 and 1, whose result is exact."""
+    """Return a check of a matmul, whose result is exact because the matrices hold -1, 0 and 1."""
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     left, right = (integers(n, seed).to(device, dtype) for seed in (1, 2))
     exact = integers(n, 1)[:4].long() @ integers(n, 2).long()

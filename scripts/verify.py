@@ -143,7 +143,7 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
 
 
 def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[str]:
-    """Yield a message for each fact that does not match the same attribute of `stated`."""
+    """Yield a message for each of the `facts` that differs from that attribute of `stated`."""
     for key, value in facts.items():
         if getattr(stated, key) != value:
             yield f"{what}: {key} must be {getattr(stated, key)}, got {value}"

@@ -143,8 +143,8 @@ def average(
     """Write the weighted mean of checkpoints as a weights-only checkpoint to a new folder `target`.
 
     `weights` sum to 1. With `on_sphere`, sphere-rule matrices are rescaled to their radius. Returns
-    each such matrix's norm-to-radius ratio before rescaling. Raises InputError if the checkpoints
-    differ in run, model or tokenizer, or if `target` exists.
+    the norm-to-radius ratio of each sphere-rule matrix before rescaling. Raises InputError if the
+    checkpoints differ in run, model or tokenizer, or if `target` exists.
     """
     check_free(target)
     for info in infos:

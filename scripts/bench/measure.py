@@ -65,7 +65,7 @@ def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
-    """Call every variant once per round. Return the results of all rounds after `warm_up`."""
+    """Call every variant once per round. Return each one's results without the warm-up rounds."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name, side in sides.items():

@@ -197,7 +197,7 @@ class Side:
         self.step = CapturedStep(optimizer) if graphed else optimizer.step  # type: ignore[arg-type]
 
     def turn(self) -> tuple[float, float]:
-        """Take a step. Return the device and host milliseconds, averaged over ranks."""
+        """Take a step. Return its device time and host time in ms, averaged over ranks."""
         if not self.sharded:
             synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
             return timed(self.step, self.device, synchronize)

@@ -166,7 +166,7 @@ def _check_text(head: bytes, path: Path) -> None:
 
 
 def _encoding(head: bytes) -> str | None:
-    """Detect UTF-16 or UTF-32 by a byte order mark, or UTF-16 by zeros in every other byte."""
+    """Detect UTF-16 and UTF-32 by byte order mark, and UTF-16 also by zeros in every other byte."""
     for mark, encoding in ((b"\xff\xfe\0\0", "UTF-32"), (b"\xff\xfe", "UTF-16"),
                            (b"\xfe\xff", "UTF-16")):  # fmt: skip
         if head.startswith(mark):

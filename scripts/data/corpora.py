@@ -21,7 +21,7 @@ class Part:
 
     source  `hf:NAME` of the dataset on the hub
     share   relative share of the tokens
-    folder  folder in a dataset snapshot that contains this part; None means the part's name
+    folder  folder of this part in a dataset snapshot; None: the folder with the part's name
     """
 
     source: str

@@ -91,7 +91,7 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
     """Check the first `CHECKED` documents of every input. Return the number of checked documents
     and of blank ones for each input.
 
-    If these are all blank, the check continues up to the first non-blank document.
+    If the first documents are all blank, the check continues up to the first non-blank one.
 
     Raises:
         DataError: as in `read_documents`, or if all rows of an input are blank.

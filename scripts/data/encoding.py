@@ -95,8 +95,8 @@ class Workers:
     On exit, the context manager shuts down the pool and unloads the tokenizer, because another
     tokenizer may later be written to the same path.
 
-    Each process has its own pipe, served by a thread in this process. A ProcessPoolExecutor shares
-    a single pipe, and hangs if a process is killed while writing a result.
+    Each worker process has its own pipe, served by a thread in the parent process. The workers of a
+    ProcessPoolExecutor share a pipe, and it hangs if a worker is killed while writing a result.
     """
 
     def __init__(self, count: int) -> None:

@@ -194,7 +194,10 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) ->
 
 
 def progress_of(stage: str) -> Any:
-    """Return a stage's progress bar in bytes, updated every 30 s if stderr is not a terminal."""
+    """Return a stage's progress bar, which counts bytes.
+
+    If stderr is not a terminal, the bar is updated every 30 s.
+    """
     every = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(desc=stage, unit="B", unit_scale=True, mininterval=every)
 
@@ -249,8 +252,8 @@ class Pipeline:
     blank: Counter[str] = field(default_factory=Counter)
 
     def portions(self) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the remaining portions, each with the number of its first input. Afterwards print
-        how many blank documents of the portion were skipped."""
+        """Yield the remaining portions, each with the number of its first input. After each
+        portion, print how many of its documents were skipped because they are blank."""
         for plan, portion, first in self.progress.portions(self.preparation):
             resumed = self.progress.position != Position()
             yield plan, portion, first

@@ -94,7 +94,7 @@ def read_records(path: Path, first: int, count: int) -> Any:
 
 
 class SetWriter(DocumentFile):
-    """Writes a set to FOLDER/NAME.bin and, in `finish`, to FOLDER/NAME.idx.
+    """Writes a set's tokens to FOLDER/NAME.bin; `finish` writes the index FOLDER/NAME.idx.
 
     Args:
         folder: folder for the set.

@@ -38,8 +38,8 @@ class FileInput:
 
     @property
     def kind(self) -> str:
-        """The file's suffix without any compression suffix. All formats with one row per line are
-        `.jsonl`."""
+        """The file's suffix without any compression suffix. Every format with one row per line
+        counts as `.jsonl`."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
         kind = match["kind"] or ".parquet"

@@ -85,8 +85,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
     Args:
         source: the file or folder.
-        eod: end-of-document token. By default, the end-of-sequence token set in the folder's
-            configuration files, or else the tokenizer's only special token.
+        eod: end-of-document token. The default is the end-of-sequence token set in the folder's
+            configuration files or, if they set none, the tokenizer's only special token.
 
     Raises:
         DataError: there is no usable tokenizer.json, or the EOD token is unknown or ambiguous.
@@ -98,8 +98,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     content = read_tokenizer_json(path)
     if content["model"].get("dropout"):
         raise DataError(
-            f"{path}: model.dropout must be null, because dropout makes encoding random, got "
-            f"{content['model']['dropout']!r:.40}"
+            f"{path}: model.dropout must be null, got {content['model']['dropout']!r:.40}: dropout "
+            "makes encoding random"
         )
     tokenizer = open_tokenizer(path)
     eod_token = eod if eod is not None else _find_eod(source, content)

@@ -21,7 +21,7 @@ tags: [spectrain]
 def card(
     info: CheckpointInfo, *, name: str, architecture: str, dtype: str, tokenizer: bool = True
 ) -> str:
-    """Return the text of README.md. `tokenizer` is whether the folder contains a tokenizer."""
+    """Return the text of README.md. `tokenizer` says whether the folder contains a tokenizer."""
     config = info.config
     classes = ["AutoModelForCausalLM", "AutoTokenizer"][: 1 + tokenizer]
     loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokenizer else ""
@@ -98,7 +98,7 @@ def _pc(config: Config) -> str:
 
 
 def validation(info: CheckpointInfo) -> dict[str, float]:
-    """Return the last validation loss of each set that was logged up to the checkpoint's step.
+    """Return each set's last validation loss that was logged up to the checkpoint's step.
 
     The dict is empty if the checkpoint is not in a run folder.
     """

@@ -56,7 +56,7 @@ def verify(weights: CheckpointWeights, folder: Path) -> None:
     if not difference <= TOLERANCE * max(1.0, largest):
         raise InputError(
             f"the exported model's logits must match the trained model's to within {TOLERANCE:g} "
-            f"times the largest logit, {largest:.3g}, got a difference of {difference:.3g}"
+            f"times the largest logit ({largest:.3g}), got a difference of {difference:.3g}"
         )
 
 
@@ -87,9 +87,9 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     more = {str(token) for token in tokenizer.added_tokens_decoder.values()} - set(map(str, added))
     if more:
         raise InputError(
-            f"tokenizer_config.json in {folder} must not add tokens to tokenizer.json, because "
-            f"text would be encoded differently than during training, got {named(more)}; remove "
-            "these tokens"
+            f"tokenizer_config.json in {folder} must not add tokens to tokenizer.json, got "
+            f"{named(more)}; remove these tokens, because with them text would be encoded "
+            "differently than during training"
         )
     check_tokens(tokenizer, stored, with_template=with_template)
     return tokenizer

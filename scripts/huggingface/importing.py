@@ -101,7 +101,7 @@ def their_settings(source: Path) -> dict[str, Any]:
     except Exception as error:  # transformers raises many exception types for unknown models
         raise InputError(f"{path}: {first_line(error)}") from error
     settings: dict[str, Any] = config.to_dict()
-    # Some settings have an alias; add it.
+    # Add the aliases under which transformers also reads some settings.
     return settings | {alias: settings[name] for alias, name in config.attribute_map.items()}
 
 

@@ -22,9 +22,10 @@ SETTINGS_FILE = "tokenizer_config.json"
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
     """Return the tokenizer of a checkpoint's run.
 
-    Use the `given` file or folder, the tokenizer in an imported checkpoint, or the one in the
-    config or data manifest, in this order. Raises InputError if there is no tokenizer, or if it is
-    not the run's tokenizer or has more tokens than the model's vocabulary.
+    Use the first that is known of the `given` file or folder, the tokenizer in an imported
+    checkpoint, the one in the config, and the one in the data manifest. Raises InputError if no
+    tokenizer is known, or if it is not the run's tokenizer or has more tokens than the model's
+    vocabulary.
     """
     config = info.config
     manifest = _manifest(config)
@@ -34,7 +35,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
         raise InputError(f"the tokenizer {source} does not exist; pass --tokenizer PATH")
     tokenizer = load_tokenizer(source, end)
     end_token = tokenizer.entry.eod_token
-    assert end_token is not None  # only manifests of earlier versions lack it
+    assert end_token is not None  # only manifests of earlier versions have no EOD token
     if end is None and not info.imported:
         print(
             f"note: the data has no manifest, so its end-of-document token is taken from {source}: "

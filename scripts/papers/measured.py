@@ -118,7 +118,7 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     file = ROOT / str(what.study) / "results.json"
     results: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
     keys = results.keys() & Study.__dataclass_fields__.keys()
-    # Keys that were not written by an earlier version take their default values.
+    # Keys that are missing from the results of an earlier version take their default values.
     if not results["complete"] or bind(Study, {key: results[key] for key in keys}) != read_study(
         study_file(command)
     ):

@@ -98,7 +98,7 @@ class RunData:
 
     @cached_property
     def _counted(self) -> NDArray[np.float64]:
-        """Steps and token counts, `[2, n + 1]`: (0, 0), then the n lines with token counts."""
+        """Steps and token counts `[2, n + 1]`: zeros, then a column per line with a token count."""
         tokens_at = {m["step"]: m[TOKENS] for m in self.metrics if TOKENS in m}
         monitored = {m["step"]: m.get("tokens") for m in self.monitors}
         tokens_at |= {step: tokens for step, tokens in monitored.items() if isinstance(tokens, int)}
@@ -233,7 +233,7 @@ def run_status(run: RunData) -> RunStatus:
     if (run.folder / DONE).exists():
         return RunStatus("done", f"done, {step:,} steps")
     last: Line = ends[-1] if ends else {"kind": "started", "text": ""}
-    if last["kind"] in ("stopped", "done"):  # "done" without a DONE file: train.exit_step
+    if last["kind"] in ("stopped", "done"):  # "done" without DONE: stopped at train.exit_step
         return RunStatus("stopped", f"stopped, {position}", last["text"])
     if last["kind"] == "failed":
         return RunStatus("failed", f"failed, {position}", last["text"])

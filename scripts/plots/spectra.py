@@ -41,7 +41,7 @@ def quantiles(runs: Sequence[RunData]) -> Figure | None:
 
 def evolution(run: RunData) -> Figure | None:
     """Median, middle 80% and full range of the singular values, averaged over each role's matrices.
-    If only one step was monitored, they are drawn as bars and a point."""
+    If only one step was monitored, the figure shows bars and a point."""
     return _evolution(run, WEIGHT)
 
 

@@ -149,7 +149,9 @@ class Variant(Section):
 
 
 class Study(Section):
-    """Variants to compare, with common seeds and `overrides`, which variants may override in turn.
+    """Variants to compare, with common seeds and `overrides`.
+
+    A variant's own overrides take precedence over the common ones.
 
     full          integer settings, such as train.steps, of a full-length run; shorter runs multiply
                   them by their share

@@ -10,7 +10,7 @@ from training.config.yaml_files import flat
 from training.errors import InputError
 
 Differences = dict[str, tuple[Any, Any]]
-"""The values in a variant and in its reference, by key."""
+"""Maps a key to its values in a variant and in the variant's reference."""
 
 NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
 """Prefixes of keys that are never reported, because the keys do not affect results or select the
@@ -20,7 +20,8 @@ rules being compared."""
 def pairs(study: Study) -> Iterator[tuple[str, str]]:
     """Yield (variant, reference) pairs.
 
-    The reference is `against` or, if no variant of the study sets it, the first variant.
+    The reference is the variant's `against` or, if no variant of the study sets `against`, the
+    study's first variant.
     """
     first = next(iter(study.variants))
     if any(variant.against for variant in study.variants.values()):

@@ -124,7 +124,7 @@ def run_of(
 ) -> Run:
     """Return a variant's run at `share` of the full length.
 
-    `tuned`, and then `extra`, take precedence over the variant's own overrides.
+    `extra` takes precedence over `tuned`, and `tuned` over the variant's own overrides.
     """
     variant = study.variants[name]
     overrides = (

@@ -103,7 +103,7 @@ def _digest(file: Path, version: tuple[int, int, int]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Resources for one run at a time.
+    """A share of this node's resources, which trains one run at a time.
 
     ranks   number of ranks per run
     gpus    GPU names to set in CUDA_VISIBLE_DEVICES; None: all GPUs

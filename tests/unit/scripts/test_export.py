@@ -375,7 +375,7 @@ def test_another_tokenizer_is_refused(run, tmp_path, tokens, capsys) -> None:
     shutil.copy(tokens / "tokenizer.json", folder)
     more = {"eos_token": "<|endoftext|>", "additional_special_tokens": ["Q"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(more))
-    assert "during training, got Q;" in refused(
+    assert "to tokenizer.json, got Q;" in refused(
         capsys, tmp_path / "run", out, "--tokenizer", folder
     )
 
