@@ -174,13 +174,16 @@ def test_a_second_ctrl_c_ends_the_run_at_once(folder):
     goes_on_to_the_bit(folder)
 
 
-def test_ctrl_c_before_training_ends_the_run_with_one_line(folder):
+@pytest.mark.parametrize(
+    ("number", "name", "code"), [(signal.SIGINT, "Ctrl-C", CODE), (signal.SIGTERM, "SIGTERM", 143)]
+)
+def test_a_signal_before_training_ends_the_run_with_one_line(number, name, code, folder):
     begun = fork(arguments(folder), folder / "output.txt")
     while not begun.output.exists() and begun.wait(0.01) is None:
         pass
-    begun.interrupt()
-    assert begun.wait(60) == CODE
-    assert begun.said() == ["ended by Ctrl-C before training began"]
+    os.kill(begun.pid, number)
+    assert begun.wait(60) == code
+    assert begun.said() == [f"ended by {name} before training began"]
     assert not (folder / "run" / "checkpoints").exists()
 
 

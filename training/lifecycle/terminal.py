@@ -1,9 +1,9 @@
 """A run's terminal: Ctrl-C, and output after the terminal is closed.
 
-Before training, Ctrl-C ends the process. During training, the first Ctrl-C saves and stops the run,
-and a second one kills it. A rank receives SIGTERM when its launcher exits. A run survives the
-closing of its terminal or pipe and, during training, a full log disk. This module only imports
-modules that load fast, so that a run handles Ctrl-C right from the start.
+Before training, Ctrl-C and SIGTERM end the process. During training, the first Ctrl-C saves and
+stops the run, and a second one kills it. A rank receives SIGTERM when its launcher exits. A run
+survives the closing of its terminal or pipe and, during training, a full log disk. This module only
+imports modules that load fast, so that a run handles signals right from the start.
 """
 
 import errno
@@ -68,7 +68,8 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 class Interrupts:
-    """Handles SIGINT, and the signal that the process receives after a second Ctrl-C.
+    """Handles SIGINT, the signal that the process receives after a second Ctrl-C, and SIGTERM
+    before training.
 
     A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks, which may also
     receive it directly. After a second Ctrl-C, the launcher sends SIGTERM to its ranks. Without a
@@ -84,10 +85,12 @@ class Interrupts:
         self._first_rank = os.environ.get("RANK", "0") == "0"
 
     def listen(self) -> None:
-        """Install the SIGINT handler. Call this once, from the main thread."""
+        """Install the signal handlers. Call this once, from the main thread."""
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         signal.signal(signal.SIGINT, _noted)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _noted)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_ignore)
         threading.Thread(target=self._read, args=(receiver,), daemon=True).start()
@@ -106,6 +109,8 @@ class Interrupts:
             number = os.read(receiver, 1)[0]
             if self.requested and number == self._second:
                 self._end(SECOND)
+            elif number == signal.SIGTERM and signal.getsignal(number) is _noted:
+                self._end("ended by SIGTERM before training began", 128 + number)
             elif number == signal.SIGINT and not self._training:
                 self._end("ended by Ctrl-C before training began")
             elif number == signal.SIGINT and not self.requested:
@@ -115,12 +120,12 @@ class Interrupts:
                     how = "stops after the next step without saving"
                 self._say(f"Ctrl-C: the run {how}; a second Ctrl-C stops it immediately")
 
-    def _end(self, text: str) -> None:
+    def _end(self, text: str, code: int = CODE) -> None:
         """Exit, killing all child processes."""
         self._say(text)
         for child in multiprocessing.active_children():
             child.kill()
-        os._exit(CODE)
+        os._exit(code)
 
     def _say(self, text: str) -> None:
         """Print a line on rank 0."""
@@ -165,7 +170,9 @@ def _release() -> None:
 
 
 def _ignore() -> None:
-    """Ignore SIGINT in a child process, because the parent handles it."""
+    """Ignore SIGINT in a child process, because the parent handles it; let SIGTERM end the child."""
+    if signal.getsignal(signal.SIGTERM) is _noted:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is _noted:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
