@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -38,6 +39,8 @@ Result = TypeVar("Result")
 ATTEMPTS: Final = 2
 """Maximum number of attempts to save a checkpoint. A second attempt keeps a single disk failure
 from ending the run."""
+SLOW: Final = 60.0
+"""Seconds of waiting for a save before the first warning. The time doubles with each warning."""
 REFUSALS: Final = 3
 """Number of consecutive checkpoints with non-finite values after which a run ends."""
 
@@ -146,16 +149,28 @@ class Saver:
         """Wait for a save in progress to complete and for old checkpoints to be removed.
 
         `failed_anywhere` takes a bool and returns whether it is True on any rank. `beat` is called
-        periodically. Raises CheckpointError if the save fails.
+        periodically, but not after `SLOW` seconds, because the disk may never answer. Raises
+        CheckpointError if the save fails.
         """
         while self._pending is not None:
+            began, said = time.monotonic(), SLOW
             while not self._written(timeout=1.0):
-                beat()
+                waited = time.monotonic() - began
+                if waited < SLOW:
+                    beat()
+                elif waited >= said:
+                    self._say_slow(waited)
+                    said *= 2
             if failed_anywhere(self._problem is not None):
                 self.fail()
             else:
                 self.advance()
         self._wait_for_removal()
+
+    def _say_slow(self, seconds: float) -> None:
+        text = f"step {self._meta['step']} is not saved after waiting for {seconds:.0f} s"
+        where = f"is {self._folder.parent} on a slow or stuck disk?"
+        print(f"warning: rank {self.groups.rank}: {text}; {where}", flush=True)
 
     def advance(self) -> None:
         """Continue a save. Call this once all ranks have finished their parts.

@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ from tests.failing_disk import largest_file
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from training.build import build_trainer
-from training.checkpoint import checkpoints
+from training.checkpoint import checkpoints, saving
 from training.checkpoint.checkpoints import steps
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config.schema import StopConfig, WatchdogConfig
@@ -252,6 +253,32 @@ def test_a_save_counts_when_it_is_sealed(failures, folder, world, monkeypatch):
     threading.Timer(0.1, allowed.set).start()
     saver.abandon()
     assert steps(config.run.dir)[-1] == 4
+
+
+def test_waiting_for_a_disk_that_hangs_is_said_and_is_no_progress(
+    folder, world, monkeypatch, capsys
+):
+    config = tiny_config(folder, "muon", **KEYS)
+    Path(config.run.dir).mkdir()
+    trainer = build_trainer(config, world, *build_data(config))
+    saver = Saver(config, world, trainer.model, trainer.optimizer, {})
+    complete, written, answers = checkpoints.complete, saver._written, threading.Event()
+    monkeypatch.setattr(saving, "SLOW", 0.1)
+    monkeypatch.setattr(saver, "_written", lambda timeout: written(timeout / 100))
+    monkeypatch.setattr(
+        checkpoints, "complete", lambda *given: complete(*given) if answers.wait(10) else None
+    )
+    saver.begin({"step": 2})
+    threading.Timer(1.0, answers.set).start()
+    beats = list[float]()
+    saver.wait(lambda failed: failed, lambda: beats.append(time.monotonic()))
+    assert beats and len(beats) < 50  # the files take a moment; the seal takes 100 turns
+    assert saver.last_saved == 2
+    warned = (
+        r"warning: rank 0: step 2 is not saved after waiting for \d s; is (.*) on a slow or stuck"
+    )
+    said = re.findall(warned, capsys.readouterr().out)
+    assert set(said) == {f"{config.run.dir}/checkpoints"} and 2 <= len(said) <= 8
 
 
 @pytest.mark.parametrize(("hang", "timeout"), [(8.0, 600.0), (600.0, 100.0), (50.0, 60.0)])
