@@ -28,7 +28,7 @@ from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import SUFFIXES, find_inputs
 from training.command_line import Parser, fail
-from training.errors import DataError, InputError
+from training.errors import DataError, InputError, ProgressError
 from training.json_file import real_path
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _prepare(options, output)
     except InputError as error:
-        return fail(f"{error}{_kept(target, '')}", code=2)
+        over = f"; to start over, delete {target}.preparing"
+        resumable = not isinstance(error, ProgressError)
+        return fail(f"{error}{_kept(target, '') if resumable else over}", code=2)
     except BrokenProcessPool:
         return fail(f"a worker process was killed, perhaps out of memory{_kept(target)}", code=1)
     except OSError as error:
@@ -240,6 +242,8 @@ def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
         if name in validation:
             portions, fraction = [*portions, _portion(validation[name], held_out=True)], Fraction(0)
         plans.append(SetPlan(name, portions, fraction))
+    if validation.keys() == train.keys():
+        _refuse(options, "if every set has --validation", "validation_fraction")
     return plans, options.tokenizer
 
 

@@ -38,6 +38,10 @@ class VocabularyError(DataError):
     """Raised if the vocabulary size does not match the data."""
 
 
+class ProgressError(DataError):
+    """Raised if an interrupted preparation cannot be resumed and has to start over."""
+
+
 class BrokenCheckpointError(InputError):
     """Raised if a checkpoint is incomplete or has changed since it was written."""
 

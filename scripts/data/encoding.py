@@ -233,7 +233,13 @@ class RoundTrip:
     lost: int = 0
     example: str = ""
 
-    def add(self, chunk: EncodedChunk) -> None:
+    def add(self, other: "RoundTrip") -> None:
+        """Add the documents counted by `other`."""
+        self.decoded += other.decoded
+        self.lost += other.lost
+        self.example = self.example or other.example
+
+    def count(self, chunk: EncodedChunk) -> None:
         """Count the decoded documents of a chunk."""
         for text, decoded in chunk.decoded:
             self.decoded += 1

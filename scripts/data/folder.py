@@ -110,7 +110,8 @@ class AtomicFolder:
             saved = read_json(self.state / PROGRESS)
         except (OSError, ValueError):
             return None
-        return saved["progress"] if saved["key"] == self._key else None
+        same = isinstance(saved, dict) and saved.get("key") == self._key
+        return saved.get("progress") if same else None
 
     @property
     def kept(self) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from scripts.data.plan import (
     is_validation,
     shards_folder,
 )
+from scripts.data.repeats import Repeats
 from scripts.data.resume_point import Progress, Saver, read_progress
 from scripts.data.set_writer import DocumentFile, SetWriter, no_documents, token_dtype
 from scripts.data.shards import (
@@ -128,6 +129,7 @@ def prepare_shard(
             dtype=pipeline.encoder.dtype,
             parts=pipeline.progress.parts,
             left=pipeline.progress.left,
+            decoded={name: asdict(each) for name, each in pipeline.progress.decoded.items()},
             sha256=hashes(folder.path),
         )
         entry.write(folder.path)
@@ -150,6 +152,8 @@ def _begin(
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())
         print(f"resuming {folder.path} after {counted(documents, 'document')}")
+    elif shards is not None:
+        progress.decoded = shards.decoded
     tokenizer = _prepare_tokenizer(
         preparation, folder.path, folder.path if shards is None else shards.folders[0]
     )
@@ -283,7 +287,7 @@ class Pipeline:
         chunks = self._chunks(portion.inputs, first, progress.position)
         with progress_of(plan.name) as bar, closing(chunks):
             for positions, chunk in chunks:
-                decoded.add(chunk)
+                decoded.count(chunk)
                 decoded.check(plan.name, allowed=self.preparation.allow_lossy)
                 for position, (tokens, size) in zip(positions, chunk.documents(), strict=True):
                     yield position.input, tokens, size
@@ -325,6 +329,7 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
     """Write all sets and return the manifest entries of their training and validation sets."""
     progress, folder = pipeline.progress, pipeline.folder
     plans, dtype = pipeline.preparation.sets, pipeline.encoder.dtype
+    repeats, resumed = Repeats(), folder.progress is not None
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(
@@ -346,6 +351,7 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                     held_out = portion.held_out or is_validation(progress.index, plan.fraction)
                     name = f"{plan.name}.{'validation' if held_out else 'train'}"
                     writers[name].add(tokens, size)
+                    repeats.add(name, tokens.tobytes())
                     progress.index += 1
                     progress.tokens += len(tokens)
             for name in plan.outputs_of(portion):
@@ -355,6 +361,9 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
             if plan.fraction:
                 names = (f"{plan.name}.{kind}" for kind in ("train", "validation"))
                 _check_fraction(plan, *(writers[name].written.documents for name in names))
+        for text in repeats.warnings(list(writers)):
+            since = " since the preparation was resumed" if resumed else ""
+            print(f"warning: {text}{since}", file=sys.stderr)
         read = {
             name: [identities[i] for first, end in ranges for i in range(first, end)]
             for name, ranges in progress.read.items()

@@ -10,6 +10,7 @@ from scripts.data.folder import AtomicFolder
 from scripts.data.plan import Portion, Preparation, SetPlan
 from scripts.data.set_writer import DocumentFile, Written
 from scripts.data.sources import Position
+from training.errors import ProgressError
 
 SECONDS: Final = 5.0
 """Seconds between saves, and thus the most work that can be lost if the process is killed."""
@@ -73,11 +74,19 @@ class Progress:
 
 
 def read_progress(saved: Any) -> Progress:
-    """Return the progress saved by `Saver`, or initial progress if `saved` is None."""
+    """Return the progress saved by `Saver`, or initial progress if `saved` is None.
+
+    Raises ProgressError if `saved` is damaged or from another version of this program.
+    """
     if saved is None:
         return Progress()
-    written = {name: Written(**values) for name, values in saved["written"].items()}
-    decoded = {name: RoundTrip(**values) for name, values in saved["decoded"].items()}
+    try:
+        if saved.keys() != asdict(Progress()).keys():
+            raise KeyError
+        written = {name: Written(**values) for name, values in saved["written"].items()}
+        decoded = {name: RoundTrip(**values) for name, values in saved["decoded"].items()}
+    except (AttributeError, KeyError, TypeError):
+        raise ProgressError("the saved progress is from another version") from None
     return Progress(**{**saved, "written": written, "decoded": decoded})
 
 

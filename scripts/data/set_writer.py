@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from training.data.document_index import write_index
 from training.data.hashes import file_sha256, write_block_hashes
 from training.data.manifest import SetEntry
-from training.errors import DataError
+from training.errors import DataError, ProgressError
 
 RECORD: Final = np.dtype([("tokens", "<i4"), ("bytes", "<i8")])
 """A document's record: its number of tokens, and the size of its text in bytes."""
@@ -81,7 +81,7 @@ def _opened(path: Path, size: int) -> BinaryIO:
     """Truncate a file to `size` bytes and open it for appending."""
     path.touch()
     if path.stat().st_size < size:
-        raise DataError(
+        raise ProgressError(
             f"{path} is truncated: it must have at least {size} bytes, got {path.stat().st_size}"
         )
     os.truncate(path, size)

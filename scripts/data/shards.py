@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.data.encoding import EncodedChunk
+from scripts.data.encoding import EncodedChunk, RoundTrip
 from scripts.data.plan import BLOCK, Preparation, Shard, shards_folder
 from scripts.data.set_writer import RECORD, read_records
 from scripts.data.sources import SHARD_FILE, Position
@@ -33,17 +33,19 @@ _NAME: Final = re.compile(r"(\d+)-of-(\d+)")
 class ShardEntry:
     """The contents of shard.json, which describes a shard's folder.
 
-    key     identifies the preparation, the shard and the contents of the inputs it reads
-    dtype   token dtype
-    parts   (documents, tokens) for each input, in order, by its index in the preparation
-    left    (first, end) ranges of inputs that the shard left unfinished
-    sha256  hashes of the token and record files
+    key      identifies the preparation, the shard and the contents of the inputs it reads
+    dtype    token dtype
+    parts    (documents, tokens) for each input, in order, by its index in the preparation
+    left     (first, end) ranges of inputs that the shard left unfinished
+    decoded  statistics of the documents decoded, by set name
+    sha256   hashes of the token and record files
     """
 
     key: str
     dtype: str
     parts: dict[str, list[int]]
     left: list[list[int]]
+    decoded: dict[str, dict[str, Any]]
     sha256: dict[str, str] = field(default_factory=dict)  # not written by earlier versions
 
     def write(self, folder: Path) -> None:
@@ -67,11 +69,17 @@ def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> 
 
 
 def read_entry(folder: Path) -> ShardEntry | None:
-    """Return a shard's entry, or None if the shard is unfinished."""
+    """Return a shard's entry, or None if the shard is unfinished.
+
+    Raises DataError if the entry is from another version of this program.
+    """
     try:
         return ShardEntry(**read_json(folder / SHARD_FILE))
     except FileNotFoundError:
         return None
+    except TypeError:
+        rule = "is from another version; delete the folder and prepare the shard again"
+        raise DataError(f"{folder / SHARD_FILE} {rule}") from None
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,7 @@ class Shards:
                 "without shards"
             )
         self._parts: list[dict[int, _Part]] = []
+        self.decoded: dict[str, RoundTrip] = {}
         for folder, shard, entry in zip(self.folders, self._shards, entries, strict=True):
             assert entry is not None
             if entry.key != shard_key(preparation, shard, identities):
@@ -129,6 +138,8 @@ class Shards:
                     "with --overwrite, or delete the folder"
                 )
             self._parts.append(_parts(folder, entry, shard, len(identities)))
+            for name, values in entry.decoded.items():
+                self.decoded.setdefault(name, RoundTrip()).add(RoundTrip(**values))
         tokenizers = {file_sha256(folder / TOKENIZER_FILE) for folder in self.folders}
         if len(tokenizers) != 1:
             raise DataError(

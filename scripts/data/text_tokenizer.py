@@ -204,6 +204,8 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
             continue
         except ValueError as error:
             raise DataError(f"cannot read {folder / name}: {error}") from None
+        if not isinstance(config, dict):
+            raise DataError(f"{folder / name} must be an object, got {type(config).__name__}")
         token = config.get("eos_token", config.get("eos_token_id"))
         if isinstance(token, dict):  # a serialized AddedToken
             token = token.get("content")

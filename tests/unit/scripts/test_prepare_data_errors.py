@@ -227,6 +227,9 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.001",
      r"set.validation would be empty: --validation-fraction 1/1000 of \d+ doc.* is less than half "
      r"a document; set a fraction of at least 1/\d+$"),
+    ("set={}/rows.jsonl --validation set={}/text.txt --train-tokenizer 300 "
+     "--validation-fraction 0.1",
+     "--validation-fraction has no effect if every set has --validation, got 1/10"),
     ("set={}/text.txt --train-tokenizer 259 --validation-fraction 0.001",
      "of 1 document is less than half a document; split .* with a smaller --document-bytes"),
     ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.999",
@@ -242,6 +245,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; pass --eod TOKEN.*<.endoftext.>, <s0>"),
     ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token to mark the end"),
     ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; pass --eod"),
+    ("set={}/rows.jsonl --tokenizer {}/list", "list/config.json must be an object, got list"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod Q", "token 'Q' of .* must be a special token"),
     ("set={}/rows.jsonl --tokenizer {}/dropout.json", "model.dropout must be null, got 0.1: "),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod <x>", "token '<x>' is not in the vocabulary"),
@@ -288,5 +292,6 @@ def test_bad_command_is_one_line(tokenizer, tmp_path, command, message, capsys) 
     (tmp_path / "none/tokenizer.json").write_text(json.dumps(content))
     many = {"config.json": {"eos_token_id": [size, size + 1]}}
     hugging_face_folder(tokenizer, tmp_path / "many", 2, many)
+    hugging_face_folder(tokenizer, tmp_path / "list", 2, {"config.json": []})
     arguments = command.replace("{}", str(tmp_path)).split()
     check_error([*arguments, "--output", str(tmp_path / "out")], message, tmp_path, capsys)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
@@ -27,6 +28,7 @@ from scripts.data import (
     hub,
     plan,
     preparation,
+    repeats,
     resume_point,
     set_writer,
     shards,
@@ -244,6 +246,28 @@ def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
     assert "resuming" not in said.out and hashes(tmp_path / "out") == whole("trained")
 
 
+def test_progress_that_cannot_be_continued_is_refused(inputs, whole, tmp_path, refusal) -> None:
+    """It was written by another version, or one of its files is too short."""
+    options = arguments("held out", inputs, tmp_path / "out")
+    state, bin_file = tmp_path / "out.preparing.state", tmp_path / "out.preparing/one.train.bin"
+
+    def edit(change: dict[str, Any]) -> None:
+        saved = json.loads((state / "progress.json").read_text())
+        saved["progress"] = {**saved["progress"], **change}
+        (state / "progress.json").write_text(json.dumps(saved))
+
+    for damage in (lambda: edit({"new": 1}), lambda: edit({"written": []}),
+                   lambda: bin_file.write_bytes(b"")):  # fmt: skip
+        assert killed("add", 100, options)
+        damage()
+        said = refusal(main(options))
+        assert said.endswith(f"; to start over, delete {tmp_path}/out.preparing\n")
+        shutil.rmtree(tmp_path / "out.preparing")
+    (state / "progress.json").write_text("[]")
+    assert main(options) == 0
+    assert hashes(tmp_path / "out") == whole("held out")
+
+
 @pytest.mark.parametrize(
     ("command", "shards", "margin"),
     # The margin matters only under a limit.
@@ -290,6 +314,22 @@ def test_shards_encode_little_more_than_their_shares(inputs, tmp_path, capsys) -
     tokens = [int(each.replace(",", "")) for each in
               re.findall(r"documents, ([\d,]+) tokens", capsys.readouterr().out)]  # fmt: skip
     assert 5000 <= sum(tokens) <= 5000 * 1.3
+
+
+def test_shards_of_a_lossy_tokenizer_are_joined_only_on_request(inputs, tmp_path, capsys) -> None:
+    content = json.loads((inputs / "tokenizer.json").read_text())
+    lossy = tmp_path / "lossy.json"
+    lossy.write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    source = write_jsonl(tmp_path / "rows.jsonl", ["A Text", "a text"] * 20)
+    out = tmp_path / "out"
+    options = [f"a={source}", f"--tokenizer={lossy}", "--workers=1", f"--output={out}"]
+    for number in (1, 2):
+        assert main([*options, "--allow-lossy", f"--shard={number}/2"]) == 0
+    capsys.readouterr()
+    said = "the tokenizer changes the text of 50.0% of 40 decoded documents"
+    assert main(options) == 2 and said in capsys.readouterr().err and not out.exists()
+    assert main([*options, "--allow-lossy"]) == 0
+    assert f"warning: set a: {said}" in capsys.readouterr().err
 
 
 def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
@@ -417,6 +457,27 @@ def test_the_same_text_twice_is_warned_of(name, inputs, tmp_path, capsys) -> Non
     other = "[ab].validation" if "sides" in name else "[ab].train"
     said = rf"several inputs have the same content .1 case., for example a.train \(.*\) and {other}"
     assert re.search(f"warning: {said}", capsys.readouterr().err)
+
+
+def test_documents_that_occur_twice_are_warned_of(inputs, tmp_path, capsys) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [f"text {i % 40}" for i in range(100)])
+    write_jsonl(tmp_path / "held_out.jsonl", ["text 3", "text 39", "text 40"])
+    options = [f"a={tmp_path}/rows.jsonl", "--validation", f"a={tmp_path}/held_out.jsonl"]
+    options += [f"--tokenizer={inputs}/tokenizer.json", f"--output={tmp_path}/out"]
+    assert main([*options, "--workers=1"]) == 0
+    said = capsys.readouterr().err
+    assert "warning: set a.train: 60 of 100 documents repeat an earlier one\n" in said
+    assert "warning: set a.validation: 2 of 3 documents are also in a.train\n" in said
+
+
+def test_a_sample_of_many_documents_keeps_all_copies(monkeypatch) -> None:
+    monkeypatch.setattr(repeats, "MOST", 64)
+    counts = repeats.Repeats()
+    for i in range(3000):
+        counts.add("a", b"%d" % (i % 1000))
+    (said,) = counts.warnings(["a"])
+    part, whole = re.match(r"set a: about ([\d,]+) of ([\d,]+) documents", said).groups()  # type: ignore[union-attr]
+    assert 3 * int(part.replace(",", "")) == 2 * int(whole.replace(",", ""))
 
 
 def test_different_and_empty_inputs_are_not(inputs, tmp_path, capsys) -> None:
