@@ -16,6 +16,7 @@ from typing import ParamSpec
 from parallel.disk import replace_file
 from training.command_line import Parser, fail
 from training.errors import InputError
+from training.json_file import real_path
 from training.local_path import local_path
 
 P = ParamSpec("P")
@@ -52,9 +53,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def check_free(target: Path) -> None:
-    """Raise InputError if `target` exists."""
+    """Raise InputError if `target` exists or is inside a checkpoint, which a run may remove."""
     if target.exists() or target.is_symlink():
         raise InputError(f"target {target} already exists; choose another folder")
+    for parent in real_path(target).parents:
+        if (parent / "COMPLETE").is_file():
+            raise InputError(f"target {target} must not be inside a checkpoint, got {parent}")
 
 
 def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
@@ -127,8 +131,9 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
     """Wrap `main` to report user errors on stderr and return an exit code.
 
     `main` returns 0 on success, and 1 if a check or a run failed. InputError, OSError and
-    EngineError print `error: ...` and return 2. Ctrl-C returns 130. Any other exception is a bug
-    and prints its traceback. Characters that stdout or stderr cannot encode are escaped.
+    EngineError print `error: ...` and return 2; CollectiveError prints it and returns 1. Ctrl-C
+    returns 130. Any other exception is a bug and prints its traceback. Characters that stdout or
+    stderr cannot encode are escaped.
     """
 
     @functools.wraps(main)
@@ -144,10 +149,11 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             return fail(f"out of memory: {error}", code=1)
         except RuntimeError as error:
             from models.engine import EngineError  # deferred: imports torch
+            from parallel.comm.collectives import CollectiveError
 
-            if not isinstance(error, EngineError):
+            if not isinstance(error, EngineError | CollectiveError):
                 raise
-            return fail(error, code=2)
+            return fail(error, code=2 if isinstance(error, EngineError) else 1)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130

@@ -9,6 +9,7 @@ scripts/evaluate.py runs/tiny_sso/checkpoints/step_00000300 --tasks data/tasks/a
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from scripts.evaluation.harness import (
     write_file_tasks,
 )
 from scripts.huggingface.model_folder import load_whole
-from training.command_line import Parser
+from training.command_line import Parser, check_launched
 from training.errors import InputError
 from training.report.text import progress
 
@@ -116,9 +117,12 @@ def score_checkpoint(
     Runs in this process. Returns per-task metrics in the format expected by `rows`.
 
     `dtype` is float32, bfloat16, or None for the run's precision. Raises InputError for any other
-    dtype, or if the tokenizer does not match the run's. Raises BrokenCheckpointError if the
-    checkpoint is damaged.
+    dtype, for several ranks, or if the tokenizer does not match the run's. Raises
+    BrokenCheckpointError if the checkpoint is damaged.
     """
+    check_launched()
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise InputError(f"the evaluation runs on a single rank: unset WORLD_SIZE, got {size}")
     if dtype not in PRECISIONS:
         raise InputError(f"--dtype must be float32 or bfloat16 for a run, got {dtype}")
     from models.engine import import_engine  # deferred: slow imports

@@ -66,6 +66,7 @@ def write_checkpoint(
         write_state(state, units, read, buffers)
         (folder.path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
         content = {**meta(folder.path), "weights_only": True, "versions": versions()}
+        checkpoints.check_name(target, content["step"])
         write_plain(state / PLAIN_FILE, {"schema": SCHEMA, "extra": {"step": content["step"]}})
         facts = {path.name: file_facts(path) for path in sorted(state.iterdir())}
         checkpoints.seal(folder.path, content, facts)

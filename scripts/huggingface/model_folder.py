@@ -33,7 +33,7 @@ def load_whole(folder: Path, **options: Any) -> Any:
 
     transformers silently initializes missing weights randomly and ignores stored weights that do
     not match config.json. This function raises InputError naming the weights instead. It also
-    raises InputError if the folder cannot be loaded.
+    raises InputError if the folder cannot be loaded or a weight is not finite.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -62,4 +62,7 @@ def load_whole(folder: Path, **options: Any) -> Any:
         raise InputError(
             f"{folder}: the stored weights must match config.json, got {'; '.join(problems)}"
         )
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise InputError(f"{folder}: {name} must be finite, got NaN or infinity")
     return model

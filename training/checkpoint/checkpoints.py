@@ -127,11 +127,7 @@ def _complete(path: Path) -> CheckpointInfo:
             raise ResumeError(f"{path}: format must be {FORMAT}, got {version!r}")
         weights_only = meta.get("weights_only") is True
         bind((AverageMeta if "averaged" in meta else Meta) if weights_only else RunMeta, meta)
-        named = STEP.fullmatch(path.name)
-        if named is not None and int(named[1]) != meta["step"]:
-            raise BrokenCheckpointError(
-                f"{path}: the folder's name must contain {meta['step']}, the step in {META}"
-            )
+        check_name(path, meta["step"])
         info = CheckpointInfo(path, meta)
         _check_names(path, info.files, WEIGHTS if weights_only else REQUIRED)
         for name, facts in info.files.items():
@@ -151,6 +147,15 @@ def _complete(path: Path) -> CheckpointInfo:
     except (ValueError, TypeError) as error:
         raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error!r:.200}") from None
     return info
+
+
+def check_name(path: Path, step: int) -> None:
+    """Raise BrokenCheckpointError if the folder is named like the checkpoint of another step."""
+    named = STEP.fullmatch(path.name)
+    if named is not None and int(named[1]) != step:
+        raise BrokenCheckpointError(
+            f"{path}: the folder's name must contain {step}, the step in {META}"
+        )
 
 
 def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:

@@ -236,6 +236,11 @@ def test_a_run_would_take_an_output_for_its_own_checkpoint(linked, runs, tmp_pat
     output = tmp_path / "link" / "step_00000009" if linked else step_folder(run, 9)
     assert "must not be in a run's checkpoints" in refusal(main([str(run), str(output)]))
     assert not step_folder(run, 9).exists()
+    inside = refusal(main([str(run), str(step_folder(run, 3) / "mean")]))
+    assert "must not be inside a checkpoint, got" in inside
+    renamed = refusal(main([str(run), str(tmp_path / "step_00000009")]))
+    assert "the folder's name must contain 3, the step in meta.json" in renamed
+    assert not (tmp_path / "step_00000009").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from models.engine import EngineError
+from parallel.comm.collectives import CollectiveError
 from scripts.command import add_config, add_json, command, new_parser, require
 from tests.commands import output_of
 from tests.paths import ROOT
@@ -57,7 +58,12 @@ def test_a_failed_check_and_an_interruption_have_codes_of_their_own(capsys) -> N
     def too_large() -> int:
         return len(bytearray(1 << 60))
 
+    @command
+    def alone() -> int:
+        raise CollectiveError("not all ranks connected")
+
     assert command(lambda: 1)() == 1 and interrupted() == 130
+    assert alone() == 1 and capsys.readouterr().err.endswith("error: not all ranks connected\n")
     assert too_large() == 1 and "error: out of memory" in capsys.readouterr().err
 
 

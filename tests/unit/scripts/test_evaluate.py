@@ -217,6 +217,18 @@ def test_options_that_miss_another_are_refused(options, rule, tmp_path, refusal)
     assert rule in refusal(main([str(tmp_path), "--tasks", *options]))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("WORLD_SIZE", "2", "runs on a single rank: unset WORLD_SIZE, got 2"),
+        ("RANK", "abc", "RANK must be a non-negative integer, got 'abc'"),
+    ],
+)
+def test_a_checkpoint_is_scored_by_one_rank(name, value, rule, tmp_path, monkeypatch, refusal):
+    monkeypatch.setenv(name, value)
+    assert rule in refusal(main([str(tmp_path), "--tasks", "a.jsonl"]))
+
+
 def test_results_of_an_earlier_evaluation_are_not_those_of_this_one(tmp_path) -> None:
     for name in ("config.json", "results_1.json"):
         (tmp_path / name).write_text("{}")

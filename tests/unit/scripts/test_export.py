@@ -219,13 +219,17 @@ def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> Non
     assert "which is not in its tokenizer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", ["layer more", "layer less", "wider", "renamed"])
+@pytest.mark.parametrize("change", ["layer more", "layer less", "wider", "renamed", "NaN"])
 def test_weights_that_are_not_those_of_the_config_are_refused(change, out, capsys):
-    """transformers would fill in random weights."""
+    """transformers would fill in random weights, or generate from NaN logits."""
     settings, tensors = json.loads((out / "config.json").read_text()), {}
-    if change == "renamed":
+    if change in ("renamed", "NaN"):
         tensors = load_file(out / "model.safetensors")
-        tensors["model.norm.gain"] = tensors.pop("model.norm.weight")
+        gain = tensors.pop("model.norm.weight")
+        if change == "NaN":
+            tensors["model.norm.weight"] = gain * float("nan")
+        else:
+            tensors["model.norm.gain"] = gain
         save_file(tensors, out / "model.safetensors", {"format": "pt"})
     elif change == "wider":
         settings["intermediate_size"] += 32
@@ -347,6 +351,14 @@ def test_what_hugging_face_cannot_express_is_named(run, tmp_path, capsys) -> Non
     [
         (["--shard-size", "5QB"], "must be a size such as 5GB, got 5QB"),
         (["--shard-size", "0MB"], "must be a size such as 5GB, got 0MB"),
+        (
+            ["--format", "consolidated", "--tokenizer", "x.json"],
+            "--tokenizer has no effect with --format consolidated",
+        ),
+        (
+            ["--format", "consolidated", "--no-verify"],
+            "--no-verify has no effect with --format consolidated",
+        ),
         (["train.steps=1"], "unrecognized arguments: train.steps=1"),
     ],
 )
