@@ -225,8 +225,10 @@ def test_options_that_miss_another_are_refused(options, rule, tmp_path, refusal)
     ],
 )
 def test_a_checkpoint_is_scored_by_one_rank(name, value, rule, tmp_path, monkeypatch, refusal):
+    task = tmp_path / "a.jsonl"
+    task.write_text('{"context": "a", "choices": ["b", "c"], "answer": 0}\n')
     monkeypatch.setenv(name, value)
-    assert rule in refusal(main([str(tmp_path), "--tasks", "a.jsonl"]))
+    assert rule in refusal(main([str(tmp_path), "--tasks", str(task)]))
 
 
 def test_results_of_an_earlier_evaluation_are_not_those_of_this_one(tmp_path) -> None:
