@@ -170,7 +170,7 @@ def _release() -> None:
 
 
 def _ignore() -> None:
-    """Ignore SIGINT in a child process, because the parent handles it; let SIGTERM end the child."""
+    """Ignore SIGINT in a child process, because the parent handles it. SIGTERM ends the child."""
     if signal.getsignal(signal.SIGTERM) is _noted:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is _noted:
