@@ -108,6 +108,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _replicas: "ProcessGroup | None" = None  # None in a copied optimizer
     _exchange_dtype: torch.dtype | None = None
     _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from `split_parameters`
+    _module: "ref[torch.nn.Module] | None" = None  # from `split_parameters`, until the first step
 
     def __init__(
         self,
@@ -169,6 +170,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if isinstance(params, ParameterSplit):
             self._replicas = replicas or params.replicas
             self._frozen = [(name, ref(parameter)) for name, parameter in params.frozen]
+            self._module = ref(params.module)
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
@@ -243,6 +245,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 stacklevel=4,
             )
             self._frozen = [each for each in self._frozen if each[0] not in names]
+
+    def _check_module(self, module: torch.nn.Module | None) -> None:
+        """Raise ValueError if the model has replaced a parameter, which now gets no gradient."""
+        named = dict(module.named_parameters()) if module is not None else {}
+        present = {*named.values()}
+        for group in self.param_groups:
+            for name, old in zip(group.get("param_names", ()), group["params"], strict=False):
+                now = named.get(name)
+                replaced = now is not None and now.grad is not None and old not in present
+                if replaced and old.grad is None:
+                    raise ValueError(
+                        f"{name} was replaced after the optimizer was created, as fully_shard "
+                        "does; create the optimizer after sharding"
+                    )
 
     def _rename(self) -> None:
         """Update the names in groups whose parameters another program has removed or added.
@@ -505,6 +521,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             _check_rates(group)
         if self._frozen:
             self._warn_unfrozen()
+        if self._module is not None:
+            self._check_module(self._module())
+            self._module = None
         snapshot = self._share()
         active = self._gate(snapshot)
         self.last_reports = []

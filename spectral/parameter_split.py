@@ -42,9 +42,11 @@ class Row(NamedTuple):
 class ParameterSplit(Sequence[dict[str, Any]]):
     """Parameter groups of a model for a spectral rule and for AdamW.
 
-    Pass it to an optimizer as `params`. Print it to show each parameter's assignment.
+    Pass it to an optimizer as `params`. Print it to show each parameter's assignment. The model may
+    be sharded after the split, but not after the optimizer is created.
 
     Attributes:
+        module: the model.
         groups: the parameter groups. Groups for the optimizer's rule come first and have `units`.
         rows: the assignment of each parameter.
         replicas: the process group of a DDP model; None for other models.
@@ -53,15 +55,33 @@ class ParameterSplit(Sequence[dict[str, Any]]):
 
     def __init__(
         self,
+        module: nn.Module,
         groups: Sequence[dict[str, Any]],
         rows: Sequence[Row],
         replicas: "ProcessGroup | None" = None,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
-        self.groups = list(groups)
+        self.module = module
+        self._groups = list(groups)
         self.rows = list(rows)
         self.replicas = replicas
         self.frozen = list(frozen)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups, with the model's present parameters, because sharding replaces them."""
+        named = dict(self.module.named_parameters())
+        ids = {id(parameter) for parameter in named.values()}
+        for group in self._groups:
+            for i, (name, parameter) in enumerate(group["params"]):
+                now = parameter if id(parameter) in ids else named.get(name)
+                if now is None or now.shape != parameter.shape:
+                    raise ValueError(
+                        f"{name} was removed, renamed or reshaped after split_parameters; split "
+                        "the model again"
+                    )
+                group["params"][i] = name, now
+        return self._groups
 
     def __getitem__(self, index: Any) -> Any:
         """Return a copy of a group."""
@@ -70,7 +90,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
 
     def __len__(self) -> int:
         """Return the number of groups."""
-        return len(self.groups)
+        return len(self._groups)
 
     @property
     def matrices(self) -> list[nn.Parameter]:
@@ -184,7 +204,7 @@ def split_parameters(
 
     replicas = module.process_group if isinstance(module, DistributedDataParallel) else None
     frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
-    return ParameterSplit(chosen, rows, replicas, frozen)
+    return ParameterSplit(module, chosen, rows, replicas, frozen)
 
 
 def check_name(name: str) -> None:

@@ -108,10 +108,13 @@ def watch(
     """
     for name, weight in weights.items():
         if is_dtensor(weight) or weight.is_meta:
-            kind = "sharded" if is_dtensor(weight) else "on the meta device"
+            kind = (
+                "sharded: split before sharding"
+                if is_dtensor(weight)
+                else "on the meta device: split after materializing"
+            )
             raise ValueError(
-                f"example requires a model that can run, but {name} is {kind}: split before "
-                "sharding and pass the printed units for the sharded model, or omit example"
+                f"example requires a model that can run, but {name} is {kind}, or omit example"
             )
     if not callable(example):  # the pass may write to the example
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})

@@ -1348,12 +1348,29 @@ def test_models_of_several_ranks(kind: str, mesh: Any) -> None:
         split = split_parameters(nn.parallel.DistributedDataParallel(model), example=x)
         assert split.rows[0].matrices == 2 and split.replicas is not None
         return
+    alone, split = copy.deepcopy(model), split_parameters(model, example=x)
+    split.groups[0]["lr"] = 0.03
+    early = Muon(split)
+    assert early.param_groups[0]["lr"] == 0.03
     if kind == "fully_shard":
         fully_shard(model, mesh=mesh)
     else:
         model.both.weight = nn.Parameter(distribute_tensor(model.both.weight, mesh, [Shard(0)]))
     with pytest.raises(ValueError, match="both.weight is sharded: split before sharding"):
         split_parameters(model, example=x)
+    model.both.weight.grad = torch.zeros_like(model.both.weight)
+    with pytest.raises(ValueError, match="both.weight was replaced after the optimizer was"):
+        early.step()
+    # A split made before sharding has the sharded parameters.
+    for one, groups in ((alone, split_parameters(alone, example=x)), (model, split)):
+        optimizer = Muon(groups, lr=0.03)
+        for parameter in one.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    torch.testing.assert_close(model.both.weight.full_tensor(), alone.both.weight)
+    del model.both
+    with pytest.raises(ValueError, match="both.weight was removed, renamed or reshaped"):
+        Muon(split)
 
 
 ACTIVATIONS = "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish"
