@@ -304,7 +304,8 @@ class Watch(TorchDispatchMode):
         ]
         indices = [t for t in tracked if not _is_continuous(t)]
         acts_on_each = STAYS.fullmatch(name) or torch.Tag.pointwise in func.tags
-        if tracked and name in CHOICES and not _is_continuous(results[-1]):  # along an axis
+        along_axis = isinstance(result, tuple) or name not in ("max", "min")
+        if tracked and name in CHOICES and along_axis and not _is_continuous(results[-1]):
             self._choose(name, args, result)
         elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
