@@ -272,8 +272,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter not in self._names:
                     raise ValueError(
-                        "a parameter in a group with parameter names must have a name, got an "
-                        f"unnamed one of shape {tuple(parameter.shape)}; use add_param_group"
+                        "every parameter in a group with param_names must have a name, but one "
+                        f"of shape {tuple(parameter.shape)} has none; use add_param_group"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 

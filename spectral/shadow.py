@@ -37,7 +37,8 @@ class Layout(NamedTuple):
 class Shadow(NamedTuple):
     """The numbers of the elements in a storage: `values`, broadcast to a tensor of `layout`.
 
-    Without values, an element's number is `start` plus its distance from the layout's offset.
+    If `values` is None, elements are numbered from `start`, by their distance from the layout's
+    offset.
     """
 
     layout: Layout

@@ -108,13 +108,12 @@ def watch(
     """
     for name, weight in weights.items():
         if is_dtensor(weight) or weight.is_meta:
-            kind = (
-                "sharded: split before sharding"
-                if is_dtensor(weight)
-                else "on the meta device: split after materializing"
-            )
+            kind, remedy = "on the meta device", "after materializing it"
+            if is_dtensor(weight):
+                kind, remedy = "sharded", "before sharding it"
             raise ValueError(
-                f"example requires a model that can run, but {name} is {kind}, or omit example"
+                f"example requires a model that can run, but {name} is {kind}: split the model "
+                f"{remedy}, or omit example"
             )
     if not callable(example):  # the pass may write to the example
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})

@@ -21,7 +21,7 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeDetector:
-    """Detects losses far above recent ones, on the device. All ranks get the same result."""
+    """Detects loss spikes on the device, without a host sync. All ranks get the same result."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
         """Compare each loss with those of the last `window` steps that were not skipped.

@@ -27,7 +27,7 @@ EVENTS_FILE: Final = "events.jsonl"
 
 
 def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> Counts:
-    """Return the per-set counts at the end of a run that continues from `progress`."""
+    """Return the per-set counts that a run resumed from `progress` will end with."""
     step, tokens, sample = progress.step, progress.tokens, progress.sample
     present = data.at(step).since(progress.phase)
     for start, mixture in data.later:

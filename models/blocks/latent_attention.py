@@ -30,9 +30,9 @@ class ReplicatedLinear(torch.nn.Linear):
 class LatentAttention(torch.nn.Module):
     """Causal attention with keys and values projected from a per-token latent (DeepSeek-V2, 2.1).
 
-        q = q_b norm(q_a x)  or  q x            [..., heads, nope + rope]
-        c, k_rope = kv_a x                      [..., kv_rank], [..., rope], shared by all heads
-        k_nope, v = kv_b norm(c)                [..., heads, nope], [..., heads, value]
+        q = q_b(norm(q_a(x)))  or  q(x)         [..., heads, nope + rope]
+        c, k_rope = kv_a(x)                     [..., kv_rank], [..., rope], shared by all heads
+        k_nope, v = kv_b(norm(c))               [..., heads, nope], [..., heads, value]
 
     Rotary pairs are interleaved, as in DeepSeek's weights. Without Transformer Engine, Megatron's
     own module shards q_a and kv_a over tensor-parallel ranks and drops the contributions of other

@@ -1,4 +1,4 @@
-"""Unit transfers, which send the pieces of sharded matrices to owners and send updates back.
+"""Sends the shards of each matrix to its owner, and sends the updates back.
 
 A matrix may be split by tensor parallelism and by the boundaries of data-parallel shards. Each
 matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends momentum

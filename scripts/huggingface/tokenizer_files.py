@@ -20,7 +20,7 @@ SETTINGS_FILE = "tokenizer_config.json"
 
 
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
-    """Return the tokenizer of a checkpoint's run.
+    """Return the tokenizer used by the run that wrote a checkpoint.
 
     Use the first that is known of the `given` file or folder, the tokenizer in an imported
     checkpoint, the one in the config, and the one in the data manifest. Raises InputError if no

@@ -103,7 +103,7 @@ def is_slow(x: Tensor) -> bool:
 
 
 def product_flops(rows: int, inner: int, cols: int) -> float:
-    """Return the number of FLOPs (not the speed) of `[rows, inner] @ [inner, cols]`.
+    """Return the FLOP count (not FLOP/s) of `[rows, inner] @ [inner, cols]`.
 
     A multiply-add counts as two FLOPs. Algorithm costs count the matmuls that the code runs, but
     not the small dense algebra in Krylov spaces, which only matters below about 100 rows. Placement

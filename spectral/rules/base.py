@@ -78,7 +78,7 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """An update rule, whose fields are its hyper-parameters and the keys of its config section."""
+    """An update rule. Its fields are its hyper-parameters and the keys of its config section."""
 
     whole_matrix: ClassVar[bool]
     """Whether the rule needs whole matrices `[batch, rows, cols]`; otherwise it is elementwise."""

@@ -138,7 +138,7 @@ def example_of(row: Any, where: str) -> Example:
         raise DataError(f"{where}: answer {rule}, got {answer!r:.60}")
     for text in (context, *choices):
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise DataError(f"{where}: texts must be UTF-8, got {text!r:.60}")
+            raise DataError(f"{where}: text must be valid UTF-8, got {text!r:.60}")
     return Example(context, choices, answer)
 
 

@@ -257,8 +257,8 @@ def unit_table(routes: Sequence[Route]) -> str:
 
 
 def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
-    """Return four texts on units with the same role: role and layers, number of units, shapes, and
-    number of elements."""
+    """Return four strings that describe the units with one role: role and layers, number of units,
+    shapes, and number of elements."""
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)

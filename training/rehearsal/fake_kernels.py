@@ -58,8 +58,8 @@ def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> Non
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether flash attention supports the inputs. Flash attention requires a 16-bit dtype,
-    and one head dimension of at most 256 for all inputs."""
+    """Return whether flash attention supports the inputs. Flash attention requires a 16-bit dtype
+    and the same head dimension, at most 256, for all inputs."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 

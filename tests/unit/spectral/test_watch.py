@@ -1356,7 +1356,9 @@ def test_models_of_several_ranks(kind: str, mesh: Any) -> None:
         fully_shard(model, mesh=mesh)
     else:
         model.both.weight = nn.Parameter(distribute_tensor(model.both.weight, mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="both.weight is sharded: split before sharding"):
+    with pytest.raises(
+        ValueError, match="both.weight is sharded: split the model before sharding it"
+    ):
         split_parameters(model, example=x)
     model.both.weight.grad = torch.zeros_like(model.both.weight)
     with pytest.raises(ValueError, match="both.weight was replaced after the optimizer was"):
