@@ -2,8 +2,8 @@
 
 
 def described(error: OSError, fallback: object = None) -> str:
-    """Return the reason for an OSError and its file name, or `fallback` if the error names no
-    file."""
+    """Return the reason for an OSError, followed by its file name or, if the error names no file,
+    by `fallback`."""
     where = error.filename or fallback
     return f"{error.strerror or str(error) or type(error).__name__}" + (
         f": {where}" if where else ""

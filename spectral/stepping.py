@@ -115,9 +115,10 @@ def accumulate_(
     active: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace gradients with the results of `rule.accumulate`, computed in `dtype` if it is given.
+    """Replace gradients with the results of `rule.accumulate`, computed in `dtype`.
 
-    Results are rounded to the dtypes of the gradients and states.
+    None means the dtype of the gradients. Results are rounded to the dtypes of the gradients and
+    states.
     """
     dtype = grads[0].dtype if dtype is None else dtype
     wide = [grad.to(dtype) for grad in grads]

@@ -245,7 +245,8 @@ def log_likelihoods(
 
 def lengths(layout: Layout, window: int) -> list[int]:
     """Return, in ascending order, the lengths to which sequences are padded: the window length, its
-    half, its quarter and so on, down to the shortest length that the layout can split."""
+    half, its quarter and so on, as long as the layout can split the result and it is at least
+    `SHORTEST`."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:

@@ -104,9 +104,9 @@ class NonFiniteGuard:
         if streak > self.limit:
             first, end = samples
             raise NonFiniteError(
-                f"the update of {name} was not finite or exceeded its bound in {streak} "
-                f"consecutive steps before step {step}, more than train.max_skipped_steps = "
-                f"{self.limit}",
+                f"the update of {name} was not finite or did not stay bounded in "
+                f"{streak} consecutive steps before step {step}, more than "
+                f"train.max_skipped_steps = {self.limit}",
                 max(1, step - streak + 1),
                 (max(0, end - streak * (end - first)), end),
             )

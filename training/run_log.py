@@ -267,7 +267,7 @@ WARNINGS: Final = {
     "refused": (
         "optim/refused",
         "{new:.0f} updates were skipped since the last report, because they were not finite or "
-        "exceeded their bound: {units}",
+        "did not stay bounded: {units}",
     ),
     "outside": (
         "pc/domain/outside",

@@ -176,8 +176,8 @@ class CoreAttention(torch.nn.Module):
     def largest_logit(
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the largest scaled score `[]` of this rank's queries, excluding masked scores. See
-        `forward` for the arguments."""
+        """Return the largest scaled score `[]` of this rank's queries, excluding masked scores, for
+        monitored steps. See `forward` for the arguments."""
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)

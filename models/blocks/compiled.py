@@ -98,8 +98,8 @@ class Fused:
         return True
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
-        """Fuse the residual sum `name` of `layer` into the next norm, `norm`. Return False if the
-        norm does not support fusion."""
+        """Fuse the residual sum `name` of `layer` into the next norm, `norm`, if the backend and
+        the norm support it. Return whether the sum was fused."""
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False

@@ -210,7 +210,7 @@ class ActivationWatch:
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
             if inputs and len(args) > 1:
-                return  # given two terms, the norm calls itself again with their sum
+                return  # given two terms, it returns their sum and is called again with it
             seen = first(args, kwargs) if inputs else output
             if torch.is_grad_enabled():
                 size.add(seen[0] if isinstance(seen, tuple) else seen)

@@ -45,8 +45,9 @@ def inspection_rounds(
 ) -> list[dict[str, int]]:
     """Split the matrices of a stage into rounds. A round maps unit names to inspection ranks.
 
-    All matrices of a round are in one bucket. In a round, each rank receives at most `elements`
-    elements, or a single larger matrix. For the other arguments, see `inspection_ranks`.
+    All matrices of a round are in one bucket. In a round, each rank inspects matrices with at most
+    `elements` elements in total, or a single larger matrix. For the other arguments, see
+    `inspection_ranks`.
     """
     places = inspection_ranks(units, ranks)
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
@@ -147,8 +148,8 @@ class UnitGather:
     """Gathers the whole matrices of all domains in this rank's pipeline stage."""
 
     def __init__(self, optimizer: DistributedOptimizer, elements: int) -> None:
-        """Plan the gathers. At any time, each rank holds at most `elements` gathered elements, or
-        one larger matrix."""
+        """Plan the gathers. At any time, each rank holds at most `elements` gathered elements of
+        each array, or one larger matrix of each array."""
         self.plans = []
         for index, domain in enumerate(optimizer.domains):
             stage, units = domain.domain.stage, domain.model.stage_units

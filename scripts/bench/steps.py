@@ -95,7 +95,8 @@ Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 def library_options() -> dict[str, dict[str, Any]]:
     """Return the options for each row of our rules, keyed by row name.
 
-    Every rule has a row with its defaults. Rules that use msign also have an "equal" row.
+    Every rule has a row with its defaults. muon, muon_sphere and spectral_sphere also have an
+    "equal" row.
     """
     options: dict[str, dict[str, Any]] = {rule: {"rule": rule} for rule in RULES}
     for rule in ("muon", "muon_sphere", "spectral_sphere"):

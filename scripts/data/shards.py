@@ -7,7 +7,7 @@ and `shard.json` with per-input document and token counts.
 import json
 import re
 from collections.abc import Generator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -46,7 +46,7 @@ class ShardEntry:
     parts: dict[str, list[int]]
     left: list[list[int]]
     decoded: dict[str, dict[str, Any]]
-    sha256: dict[str, str] = field(default_factory=dict)  # not written by earlier versions
+    sha256: dict[str, str]
 
     def write(self, folder: Path) -> None:
         """Write the entry to a shard's folder."""

@@ -152,7 +152,7 @@ def _in_folder(folder: Path) -> Listing:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return what a folder contains: files, symlinks to folders, and prepared folders.
+    """Return what a folder contains at any depth: files, symlinks to folders, prepared folders.
 
     Hidden files and folders are skipped.
 

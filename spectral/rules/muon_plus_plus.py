@@ -168,7 +168,9 @@ class MuonPlusPlusRule(RadiusRule):
         return Polar(solution.direction, solution.bounded), solution.report()
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, gate: Tensor) -> Report:
-        """Multiply the updated `weight` by S / ||W||_2 where `gate` is True, and report ||W||_2.
+        """Multiply the updated `weight` by S / ||W||_2 where `gate` `[batch]` is True.
+
+        Reports ||W||_2.
 
         The update leaves the triplet (u, v, sigma) unchanged, so iterations started from it would
         never find a singular value that has overtaken sigma. ||W||_2 is therefore computed as the

@@ -110,7 +110,8 @@ class Interrupts:
             if self.requested and number == self._second:
                 self._end(SECOND)
             elif number == signal.SIGTERM and signal.getsignal(number) is _noted:
-                self._end("ended by SIGTERM before training began", 128 + number)
+                when = "" if self._training else " before training began"
+                self._end(f"ended by SIGTERM{when}", 128 + number)
             elif number == signal.SIGINT and not self._training:
                 self._end("ended by Ctrl-C before training began")
             elif number == signal.SIGINT and not self.requested:

@@ -45,7 +45,8 @@ Record = dict[str, Any]
 
 
 BLOCK: Final = 2**22
-"""Maximum number of entries of a stack that are converted to float64 at a time."""
+"""Number of entries of a stack to convert to float64 at a time, but at least one row or column of
+each matrix."""
 
 
 @dataclass(frozen=True)

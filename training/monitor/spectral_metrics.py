@@ -17,7 +17,7 @@ SHOWN = 8
 
 
 class Refusals:
-    """Counts refused updates, i.e. updates that contain non-finite values or exceed their bound.
+    """Counts refused updates, i.e. updates that are not finite or did not stay bounded.
 
     The optimizer skips refused updates; this class only reports them.
 

@@ -3,9 +3,10 @@ ranks.
 
 Within a group, the calls of all ranks must have the same operation, dtype and size, in the same
 order. In an all-to-all, the number of elements that rank a expects from rank b must match the
-number that b sends to a. Between two ranks, the sends in each batch must match the receives of the
-other rank. All calls must be able to complete under NCCL's rules: a group runs one call at a time,
-and a call waits until its peers have started the same call.
+number that b sends to a. Between two ranks, the sends and receives in each batch of one rank must
+match the receives and sends in the same batch of the other rank. All calls must be able to complete
+under NCCL's rules: a group runs one call at a time, and a call waits until its peers have started
+the same call.
 """
 
 from collections import defaultdict
