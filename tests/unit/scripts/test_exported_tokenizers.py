@@ -113,7 +113,7 @@ def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> N
         assert "the tokenizer is lossy: 'In the beginning God' becomes ' In the begin" in said
     else:
         left_out = "<s>, </s>" if kind == "both sides" else "<s>"
-        assert f"would add {left_out}, because" in said
+        assert f"the template adds {left_out}, which" in said
 
 
 def test_an_import_of_an_export_has_the_tokenizer_of_the_run(trained, tmp_path, capsys) -> None:

@@ -265,7 +265,7 @@ def test_inputs_without_a_document_are_warned_of(tmp_path, capsys) -> None:
 
 
 def test_blank_documents_after_the_first_thousand_are_counted(tmp_path, capsys) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [*TEXTS * (CHECKED // len(TEXTS) + 1), "", " ", "end"])
+    write_jsonl(tmp_path / "a.jsonl", [*map(str, range(CHECKED + 1)), "", " ", "end"])
     write_jsonl(tmp_path / "b.jsonl", ["one", "two"])
     command = [f"web={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl", "--train-tokenizer", "257"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
