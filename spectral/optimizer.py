@@ -256,8 +256,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 replaced = now is not None and now.grad is not None and old not in present
                 if replaced and old.grad is None:
                     raise ValueError(
-                        f"{name} was replaced after the optimizer was created, as fully_shard "
-                        "does; create the optimizer after sharding"
+                        f"{name} was replaced after the optimizer was created, as fully_shard and "
+                        "load_state_dict(assign=True) do; create the optimizer afterwards"
                     )
 
     def _rename(self) -> None:

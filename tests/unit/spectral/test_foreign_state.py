@@ -622,3 +622,12 @@ def test_a_parameter_without_elements_is_stepped_by_an_elementwise_rule() -> Non
             optimizer.load_state_dict(optimizer.state_dict())
             stepped(optimizer)
     assert full.detach().max() < 1
+
+
+def test_parameters_replaced_by_assignment_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = Muon(split_parameters(model, example=torch.ones(3, 4)))
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    model(torch.ones(3, 4)).sum().backward()
+    with pytest.raises(ValueError, match="0.weight was replaced after the optimizer was created"):
+        optimizer.step()
