@@ -222,7 +222,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "answer of bool": (GOOD | {"answer": True}, "line 2: answer must be the index of one of 2"),
     "answer beyond": (GOOD | {"answer": 2}, "line 2: answer must be the index of one of 2 choices"),
     "negative answer": (GOOD | {"answer": -1}, "line 2: answer must be the index of one of 2"),
-    "surrogate": ('{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}', "must be UTF-8"),
+    "surrogate": ('{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}', "valid UTF-8"),
     "long choice": (
         GOOD | {"choices": ["a", "é" * 99]},
         "example 2: a choice must have at most .*, got 99$",
