@@ -56,8 +56,10 @@ def check_free(target: Path) -> None:
     """Raise InputError if `target` exists or is inside a checkpoint, which a run may remove."""
     if target.exists() or target.is_symlink():
         raise InputError(f"target {target} already exists; choose another folder")
+    from training.checkpoint.stored_checkpoint import COMPLETE  # deferred: slow import
+
     for parent in real_path(target).parents:
-        if (parent / "COMPLETE").is_file():
+        if (parent / COMPLETE).is_file():
             raise InputError(f"target {target} must not be inside a checkpoint, got {parent}")
 
 

@@ -168,11 +168,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     options.overrides = more
     if exports and options.format == "consolidated":
-        names = ("tokenizer", "no_tokenizer", "verify")
-        given = [name for name in names if getattr(options, name) != export.get_default(name)]
-        for name in given:
-            flag = "--no-verify" if name == "verify" else f"--{name.replace('_', '-')}"
-            parser.error(f"{flag} has no effect with --format consolidated")
+        flags = {
+            "tokenizer": "--tokenizer",
+            "no_tokenizer": "--no-tokenizer",
+            "verify": "--no-verify",
+        }
+        for name, flag in flags.items():
+            if getattr(options, name) != export.get_default(name):
+                parser.error(f"{flag} has no effect with --format consolidated")
     return options
 
 

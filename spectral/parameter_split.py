@@ -8,7 +8,7 @@ example (`watch.py`) or, without an example, by names, classes and attributes in
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,6 +87,10 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         """Return a copy of a group."""
         chosen = self.groups[index]
         return [dict(g) for g in chosen] if isinstance(chosen, list) else dict(chosen)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over copies of the groups, looking up the present parameters once."""
+        return iter(self[:])
 
     def __len__(self) -> int:
         """Return the number of groups."""

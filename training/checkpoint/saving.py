@@ -153,14 +153,14 @@ class Saver:
         CheckpointError if the save fails.
         """
         while self._pending is not None:
-            began, said = time.monotonic(), SLOW
+            began, next_warning = time.monotonic(), SLOW
             while not self._written(timeout=1.0):
                 waited = time.monotonic() - began
                 if waited < SLOW:
                     beat()
-                elif waited >= said:
+                elif waited >= next_warning:
                     self._say_slow(waited)
-                    said *= 2
+                    next_warning *= 2
             if failed_anywhere(self._problem is not None):
                 self.fail()
             else:
