@@ -27,7 +27,9 @@ sets into a division.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial, reduce
 from itertools import chain, permutations
 from math import prod
@@ -118,7 +120,8 @@ def watch(
     if not callable(example):  # the pass may write to the example
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
     watched = Watch(weights, model.parameters(), filter(is_strided, tensors_in(example)))
-    watched.vectors.update((p.untyped_storage(), name) for name, p in vectors.items())
+    for name, vector in vectors.items():
+        watched.facts(vector).vector = name
     with undisturbed(model):
         for module in model.modules():
             if isinstance(module, parametrize.ParametrizationList):
@@ -184,14 +187,36 @@ def _skip(watched: "Watch", computed: parametrize.ParametrizationList) -> None:
     computed.register_forward_hook(resume)
 
 
+class Origin(IntEnum):
+    """The inputs that values depend on; a result has the largest origin of its operands."""
+
+    POSITIONS = 0
+    EXAMPLE = 1  # these are the example's values
+    ACTIVATIONS = 2  # values computed from the example, or random values
+    PARAMETERS = 3
+
+
+@dataclass(eq=False)
+class Facts:
+    """Properties of the values in a storage, except for their columns."""
+
+    origin: Origin = Origin.POSITIONS
+    is_parameter: bool = False
+    is_active: bool = False  # whether they depend on the example, unlike a computed weight
+    is_product: bool = False  # whether parameters alone are multiplied: a table's rows, or a weight
+    vector: str = ""  # the name of the vector that they belong to
+    factors: "Sequence[Side]" = ()  # of a * b
+    # For a maximum or its index: the columns, and whether only a comparison chooses among them.
+    chosen: tuple[Tensor, bool] | None = None
+
+
 class Side(NamedTuple):
     """An operand of an elementwise operation, with as many axes as the result."""
 
+    facts: Facts
     columns: Tensor | None
     shape: tuple[int, ...]
     counts: bool  # whether it is an activation rather than a position, gain or other constant
-    is_parameter: bool
-    is_active: bool  # whether its values depend on the example
 
     @property
     def moving(self) -> list[int]:
@@ -218,12 +243,8 @@ class Watch(TorchDispatchMode):
         self.paused = False
         self.numbers = Columns()
         self.columns, self.weights = Shadows(), Shadows()  # of activations, and of weights
-        self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of a * b
-        self.computed: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # by parameters alone
-        self.choices: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by indices
-        self.extremes: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by maxima
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # original parameter values
-        self.vectors: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # names of vectors
+        self.known: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
         self.flat = dict[str, str]()  # uses of vectors as matrices
         for name, weight in weights.items():
             if weight in self.weights:
@@ -235,15 +256,17 @@ class Watch(TorchDispatchMode):
             start = self.numbers.end
             end = start + self.weights.number(weight, start)
             self.numbers.add(Use(name, tuple(weight.shape), weight.stride(), start, end))
-        self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
-        # Storages whose values depend on parameters (True) or only on the example (False, or None
-        # for the example itself). Storages whose values depend only on positions are missing.
-        self.live: WeakKeyDictionary[Any, bool | None]
-        self.live = WeakKeyDictionary((storage, True) for storage in self.parameters)
-        inputs = [*inputs]
-        self.live.update((t.untyped_storage(), None) for t in inputs if t.is_floating_point())
-        # Storages whose values depend on the example, unlike those of computed weights.
-        self.activations = WeakKeyDictionary((t.untyped_storage(), None) for t in inputs)
+        for p in parameters:
+            self.known[p.untyped_storage()] = Facts(Origin.PARAMETERS, is_parameter=True)
+        for t in inputs:
+            facts = self.facts(t)
+            facts.is_active = True
+            if t.is_floating_point():
+                facts.origin = Origin.EXAMPLE
+
+    def facts(self, tensor: Tensor) -> Facts:
+        """Return the facts about a tensor's storage."""
+        return self.known.setdefault(tensor.untyped_storage(), Facts())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -258,8 +281,9 @@ class Watch(TorchDispatchMode):
                 "the pass runs in inference mode, which hides matrix products: use torch.no_grad"
             )
         written = tensors_in((args, kwargs)) if func._schema.is_mutable else []
-        for storage in (t.untyped_storage() for t in written if is_strided(t)):
-            if storage in self.parameters and storage not in self.before:
+        for t in filter(is_strided, written):
+            storage = t.untyped_storage()
+            if self.facts(t).is_parameter and storage not in self.before:
                 self.before[storage] = storage.clone()
         result = func(*args, **kwargs)
         if not (self.paused or func.is_view):  # views share the shadow of their storage
@@ -267,28 +291,26 @@ class Watch(TorchDispatchMode):
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        operands, results = tensors_in((args, kwargs)), tensors_in(result)
-        name = func.overloadpacket.__name__
+        name, results = func.overloadpacket.__name__, tensors_in(result)
+        operands = [] if SHAPES.match(name) else tensors_in((args, kwargs))
         if not all(map(is_strided, (*operands, *results))):
             return self._hide(filter(is_strided, operands), f"{func} of sparse tensors")
-        storages = [] if SHAPES.match(name) else [t.untyped_storage() for t in operands]
-        live = [self.live[storage] for storage in storages if storage in self.live]
-        compared = [
-            self.extremes[s] for s in storages if name in COMPARISONS and s in self.extremes
-        ]
-        for columns in (*compared, *(self.choices[s] for s in storages if s in self.choices)):
-            self.numbers.consume(columns, range(columns.ndim), CHOICE)
-        waves = name.rstrip("_") in WAVES and not any(live)
-        if (live and not waves) or torch.Tag.nondeterministic_seeded in func.tags:
-            self.live.update((t.untyped_storage(), any(live)) for t in results)
-        if SHAPES.match(name):
-            return
-        if name in PRODUCTS or name in COPIES:
-            self._watch_vectors(name, operands, results)
+        known = [*map(self.facts, operands)]
+        for columns, compared in (facts.chosen for facts in known if facts.chosen):
+            if name in COMPARISONS or not compared:
+                self.numbers.consume(columns, range(columns.ndim), CHOICE)
         weights = [t for t in operands if t in self.weights]
         tracked = [t for t in operands if t.numel() and t in self.columns]
-        if tracked or any(t.untyped_storage() in self.activations for t in operands):
-            self.activations.update((t.untyped_storage(), None) for t in results)
+        origin = max((facts.origin for facts in known), default=Origin.POSITIONS)
+        if name.rstrip("_") in WAVES and origin != Origin.PARAMETERS:
+            origin = Origin.POSITIONS
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        active = bool(tracked) or any(facts.is_active for facts in known)
+        for facts in map(self.facts, results):
+            facts.origin = max(origin, Origin.ACTIVATIONS) if origin or random else facts.origin
+            facts.is_active |= active
+        if name in PRODUCTS or name in COPIES:
+            self._watch_vectors(name, operands, results)
         if not weights and not tracked:
             return
         if in_place := bool(re.search("[^_]_$", name)):
@@ -343,11 +365,11 @@ class Watch(TorchDispatchMode):
     def _watch_vectors(self, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """Record a matmul that uses a vector, or a copy of it, as a matrix."""
         for t in operands:
-            vector = self.vectors.get(t.untyped_storage())
-            if vector is None or t.numel() * t.element_size() > t.untyped_storage().nbytes():
+            vector = self.facts(t).vector
+            if not vector or t.numel() * t.element_size() > t.untyped_storage().nbytes():
                 continue  # repeated, as a token is for each entry of a batch
             if _is_copy(name, operands):
-                self.vectors.update((result.untyped_storage(), vector) for result in results)
+                self.facts(results[0]).vector = vector
             elif name in PRODUCTS and t.ndim > 1 and min(t.shape[-2:]) > 1:
                 shape = "x".join(map(str, t.shape[-2:]))
                 self.flat[vector] = (
@@ -363,19 +385,12 @@ class Watch(TorchDispatchMode):
         return use
 
     def _hide(self, operands: Iterable[Tensor], operation: str) -> None:
+        """Mark the weights of operands, and the tables that they multiply, as hidden."""
         for t in operands:
             own = {self._use(t)} if t in self.weights else set[Use]()
             for use in self.numbers.beneath(self.columns.read(t)) or own:
-                use.hidden = use.hidden or operation
-
-    def _hide_factors(self, computed: Iterable[Tensor], operation: str) -> None:
-        for use in (u for t in computed for u in self.numbers.beneath(self.columns.read(t))):
-            for each in (use, *use.tables):
-                each.hidden = each.hidden or operation
-
-    def _is_computed(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a product of two parameters: rows of a table, or a weight."""
-        return tensor.untyped_storage() in self.computed
+                for each in (use, *use.tables):
+                    each.hidden = each.hidden or operation
 
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
@@ -386,34 +401,33 @@ class Watch(TorchDispatchMode):
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation, whose result has the columns of its operands."""
-        operands = [t for t in operands if _broadcasts(t, out)]
-        whole = [i for i, t in enumerate(operands) if t.shape == out.shape]
-        sides = [self._side(t, out) for t in operands]
-        full = [sides[i] for i in whole] or sides
+        pairs = [(t, self._side(t, out)) for t in operands if _broadcasts(t, out)]
+        sides, whole = [s for _, s in pairs], [(t, s) for t, s in pairs if t.shape == out.shape]
+        result = self.facts(out)
+        full = [s for _, s in whole] or sides
         distinct = self._distinct(sides)
         if name == "mul":
-            self._choose_weights(operands, sides)
+            self._choose_weights(pairs)
         if not distinct:
-            terms = [operands[i] for i in whole]
-            computed = [t for t in terms if t in self.weights]
-            chosen = any(sides[i].is_active for i in whole)
-            copies = _is_copy(name, operands)
-            if computed and (not chosen or (copies and len(self._use(computed[0]).shape) > 2)):
-                self.weights.copy(out, computed[0])
-            if computed and not chosen:
-                self.activations.pop(out.untyped_storage(), None)
+            weight = next((t for t, _ in whole if t in self.weights), None)
+            if weight is None:
+                return
+            chosen = any(s.facts.is_active for s in full)
+            result.is_active &= chosen
+            copies = _is_copy(name, [t for t, _ in pairs]) and len(self._use(weight).shape) > 2
+            if copies or not chosen:
+                self.weights.copy(out, weight)
             return
-        computed = [t for t in operands if self._is_computed(t)]
-        matrices = [s for s in sides if s.is_parameter and sum(n > 1 for n in s.shape) > 1]
+        computed = [t for t, s in pairs if s.facts.is_product]
+        matrices = [s for s in sides if s.facts.is_parameter and sum(n > 1 for n in s.shape) > 1]
         if computed and len(computed + matrices) > 1 and name not in FILLS:  # computes a weight
             operation = f"a {'sum' if name in ADDITIONS else 'product'} with a weight"
-            self._hide_factors(computed, operation)
-        active = (t for t, side in zip(operands, sides, strict=True) if side.is_active)
-        if computed and all(map(self._is_computed, active)):
-            self.computed[out.untyped_storage()] = None
+            self._hide(computed, operation)
+        if computed and all(s.facts.is_product for s in sides if s.facts.is_active):
+            result.is_product = True
         # Positions and gains only scale columns; activations multiply vectors or whole tensors.
         scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
-        factors = [s for s in sides if s.columns is None and s.counts and s.is_active]
+        factors = [s for s in sides if s.columns is None and s.counts and s.facts.is_active]
         scales |= any(side.vectors(factor) for side in sides for factor in factors)
         if scales and name not in ADDITIONS:
             for side, other in permutations(sides, 2):
@@ -427,13 +441,13 @@ class Watch(TorchDispatchMode):
                     self.numbers.consume(side.columns, [], PRODUCT)  # a score for each head
             distinct = self._distinct(full) or distinct
         elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
-            streams = all(self._is_stream(operands[i], name) for i in whole)
+            streams = all(_is_stream(s.facts.origin, name) for _, s in whole)
             for use in self.numbers.beneath(distinct[0]) if streams else ():
                 use.joined.add(None)
         if name == "mul" and len(sides) == 2:
-            self.factors[out.untyped_storage()] = sides
-        elif name in COPIES and len(full) == 1 and operands[0].untyped_storage() in self.factors:
-            self.factors[out.untyped_storage()] = self.factors[operands[0].untyped_storage()]
+            result.factors = sides
+        elif name in COPIES and len(full) == 1:
+            result.factors = sides[0].facts.factors
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
         self.columns.write(out, reduce(joined, distinct))
 
@@ -456,19 +470,11 @@ class Watch(TorchDispatchMode):
         """Return whether some columns are sums."""
         return isinstance(self.numbers.record(columns.max()), Sums)
 
-    def _is_stream(self, tensor: Tensor, name: str) -> bool:
-        """Return whether a layer whose outputs are added to `tensor` cannot be a head.
-
-        A head's outputs may be added to a scaled example or noise, or subtracted from a target.
-        """
-        depends = self.live.get(tensor.untyped_storage())
-        return name == "add" if depends is None else depends
-
-    def _choose_weights(self, operands: Iterable[Tensor], sides: list[Side]) -> None:
+    def _choose_weights(self, operands: Iterable[tuple[Tensor, Side]]) -> None:
         """Mark weights as hidden if activations multiply their whole matrices, as in mixtures."""
-        for (t, side), (_, factor) in permutations(zip(operands, sides, strict=True), 2):
+        for (t, side), (_, factor) in permutations(operands, 2):
             shared = [n for n, m in zip(side.shape, factor.shape, strict=True) if n > 1 == m]
-            chosen = factor.columns is not None or factor.is_active
+            chosen = factor.columns is not None or factor.facts.is_active
             if t in self.weights and len(shared) > 1 and chosen:
                 self._hide([t], "a product with activations, which may choose a weight,")
 
@@ -481,11 +487,10 @@ class Watch(TorchDispatchMode):
             if out.is_complex() != tensor.is_complex():
                 columns = columns[..., None] if out.is_complex() else columns[..., 0]
             columns = columns.view(*missing, *columns.shape)
-        live = tensor.untyped_storage() in self.live and not isinstance(tensor, nn.Parameter)
+        facts, varies = self.facts(tensor), tensor.numel() > 1
+        live = facts.origin > 0 and not isinstance(tensor, nn.Parameter)
         shape = (*missing, *tensor.shape, *[1] * out.is_complex())
-        counts = columns is not None or (live and tensor.numel() > 1)
-        known = (tensor.untyped_storage() in of for of in (self.parameters, self.activations))
-        return Side(columns, shape, counts, *known)
+        return Side(facts, columns, shape, counts=columns is not None or (live and varies))
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """For an operation that moves elements, move their columns or numbers in the same way."""
@@ -522,7 +527,7 @@ class Watch(TorchDispatchMode):
         given = lists[0] if lists else [o for o in options if type(o) is int][:1]
         axes = {axis % columns.ndim for axis in given}
         sums = name == "sum"
-        sides = self.factors.get(source.untyped_storage())
+        sides = self.facts(source).factors
         if sides and name in ("sum", "mean"):
             factors = [columns]
             if len(sides[0].shape) == source.ndim:  # not a view
@@ -534,7 +539,7 @@ class Watch(TorchDispatchMode):
                     self.numbers.consume(factor, axes, PRODUCT)
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if name in ("amax", "amin", "max", "min") and any(columns.shape[a] > 1 for a in axes):
-            self.extremes[out.untyped_storage()] = columns
+            self.facts(out).chosen = columns, True
         if out.numel() == 1:
             self.end_with([source], loss=True)
         elif sums or not rest or all(columns.shape[a] == 1 for a in axes):
@@ -544,15 +549,15 @@ class Watch(TorchDispatchMode):
         elif EXTREMES.fullmatch(name):
             self._hide([source], f"{name} of part of the outputs")
 
-    def _inner(self, sides: list[Side], axes: set[int]) -> bool:
+    def _inner(self, sides: Sequence[Side], axes: set[int]) -> bool:
         """Follow a sum of an elementwise product over `axes` if it computes inner products.
 
         The sum computes inner products if one factor is a parameter, if the factors broadcast along
         different token axes as in attention, or if one factor is a state of outer products.
         """
         first, second = sides
-        if first.is_parameter or second.is_parameter:
-            inner = all(s.is_parameter or axes <= {*s.moving} for s in sides)
+        if first.facts.is_parameter or second.facts.is_parameter:
+            inner = all(s.facts.is_parameter or axes <= {*s.moving} for s in sides)
             inner &= all(s.shape[axis] > 1 for s in sides for axis in axes)
         else:
             pairs = [*zip(first.shape, second.shape, strict=True)]
@@ -610,7 +615,7 @@ class Watch(TorchDispatchMode):
         if name in ("max", "min"):  # a choice only if a later operation reads the indices
             self._reduce(name, args[0], [axis], result[0])
             if among:
-                self.choices[result[1].untyped_storage()] = columns
+                self.facts(result[1]).chosen = columns, False
             return
         if isinstance(result, (tuple, list)):
             self.columns.write(result[0], columns.narrow(axis, 0, 1))
@@ -636,16 +641,16 @@ class Watch(TorchDispatchMode):
         sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))
         # If both are weights, use the second: the first is a table of inputs.
         weight = next((i for i in (1, 0) if sides[i] in self.weights), None)
-        if left in self.weights and right.untyped_storage() in self.parameters:
+        if left in self.weights and self.facts(right).is_parameter:
             if weight == 0:  # `left` may be a table or a factor of a weight
                 return self._hide([left], "a product with a weight that is frozen or given")
             self._use(right).tables.add(self._use(left))
-            self.computed[out.untyped_storage()] = None
-        layer = weight is not None or any(t.untyped_storage() in self.parameters for t in sides)
+            self.facts(out).is_product = True
+        layer = weight is not None or any(self.facts(t).is_parameter for t in sides)
         kind = LAYER if layer else INNER
         read = [None if i == weight else self.columns.read(t) for i, t in enumerate(sides)]
-        if not layer and prod(out.shape[:-2]) == 1 and self._is_computed(right):
-            self._hide_factors([right], "a matmul with a product of two weights")
+        if not layer and prod(out.shape[:-2]) == 1 and self.facts(right).is_product:
+            self._hide([right], "a matmul with a product of two weights")
         depthwise, kept = False, list[Tensor]()
         for i, axis in enumerate(summed):
             columns, other = read[i], read[1 - i]
@@ -792,6 +797,15 @@ class Watch(TorchDispatchMode):
         sizes = [1] * out.ndim
         sizes[0], sizes[axis] = columns.shape  # if `out` has one axis, there is one row of columns
         self.columns.write(out, columns.double().to(out.device).view(sizes))
+
+
+def _is_stream(origin: Origin, name: str) -> bool:
+    """Return whether a layer whose outputs are added to values of this origin cannot be a head.
+
+    A head's outputs may be added to a scaled example or noise, or subtracted from a target.
+    """
+    known = origin > Origin.EXAMPLE
+    return origin == Origin.PARAMETERS if known else name == "add"
 
 
 def _moving(columns: Tensor) -> list[int]:
