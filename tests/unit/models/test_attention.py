@@ -147,6 +147,20 @@ def test_bfloat16_is_nearer_to_the_definition_than_with_scores_in_bfloat16() -> 
     assert max(ours) < 8e-3  # two roundings to 8 bits, of weights and of results
 
 
+def test_small_bfloat16_attention_on_a_cpu_only_rounds_its_results() -> None:
+    query, key, _ = problem(64, 64, dtype=torch.bfloat16)
+    inputs = (query, key, key.flip(0))
+
+    def exact(*inputs: Tensor) -> Tensor:
+        return reference(*inputs, 0.4, None, None).bfloat16()
+
+    found = outputs_and_gradients(causal_attention, inputs, 0.4)
+    expected = outputs_and_gradients(exact, tuple(x.double() for x in inputs))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=2**-7, atol=1e-4)
+
+
 def test_scores_never_exist_in_full() -> None:
     """Forward and backward create less than one float32 copy of the scores of all heads."""
     length = 8 * ROWS
