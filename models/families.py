@@ -217,7 +217,7 @@ class ModelSize:
 
 
 def all_units(model: ModelConfig, **split: Any) -> list[Unit]:
-    """Return the units of the whole model. `split` holds fields of `Split`."""
+    """Return the units of the whole model. Keyword arguments are fields of `Split`."""
     return FAMILIES[model.family].units(model, layers=range(model.layers), **split)
 
 
@@ -226,8 +226,8 @@ def declare_stage_units(
 ) -> list[list[Unit]]:
     """Declare the units on each tensor-parallel rank of a pipeline stage, in forward order.
 
-    `chunks` are the stage's model chunks, in forward order. `split` holds the remaining fields of
-    `Split`, such as this rank's `expert_rank`.
+    `chunks` are the stage's model chunks, in forward order. The keyword arguments are the remaining
+    fields of `Split`, such as `expert_rank`.
     """
     family = FAMILIES[model.family]
     split |= {"expert_size": layout.expert, "expert_tensor": layout.expert_tensor}

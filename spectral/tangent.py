@@ -256,8 +256,8 @@ class _Refinement:
     def measured(self, polars: list[Polar]) -> tuple[list[Tensor], Tensor]:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
-        Where the iteration did not stay bounded, the inner product is NaN; such an evaluation is
-        never the best and does not narrow the bracket. Empties the list `polars`.
+        If a matrix's iteration diverged, its inner product is NaN. The evaluation is then never the
+        best, and does not narrow the bracket. Empties the list `polars`.
         """
         bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []
