@@ -54,7 +54,7 @@ from scripts.data.text_tokenizer import (
     train_tokenizer,
 )
 from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerEntry
-from training.errors import DataError, InputError
+from training.errors import DataError, InputError, ProgressError
 
 MARGIN = 1.1
 """If a portion has a token limit, each shard encodes this multiple of its even share of the limit,
@@ -157,6 +157,10 @@ def _begin(
     tokenizer = _prepare_tokenizer(
         preparation, folder.path, folder.path if shards is None else shards.folders[0]
     )
+    if progress.tokenizer not in ("", tokenizer.sha256):
+        path = folder.path / TOKENIZER_FILE
+        raise ProgressError(f"{path} was changed after the preparation was interrupted")
+    progress.tokenizer = tokenizer.sha256
     saver.save(progress)
     dtype = token_dtype(tokenizer.vocab_size)
     encoder = Encoder(folder.path / TOKENIZER_FILE, tokenizer.eod_id, dtype)

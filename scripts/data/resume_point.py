@@ -32,6 +32,7 @@ class Progress:
     parts         (documents, tokens) for each input of a shard, by input index
     left          (first, end) ranges of inputs that a shard left unfinished after reaching its
                   share of the portion's tokens
+    tokenizer     sha256 of the tokenizer
     """
 
     set: int = 0
@@ -46,6 +47,7 @@ class Progress:
     decoded: dict[str, RoundTrip] = field(default_factory=dict)
     parts: dict[str, list[int]] = field(default_factory=dict)
     left: list[list[int]] = field(default_factory=list)
+    tokenizer: str = ""
 
     def file(self, name: str) -> Written:
         """Return the statistics of a document file. The writer updates them in place."""

@@ -5,6 +5,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +32,15 @@ def no_documents(name: str, source: list[str]) -> DataError:
 
 @dataclass
 class Written:
-    """Document, token and byte counts of a file, and its largest token id."""
+    """Document, token and byte counts of a file, its largest token id, and the CRC-32 of its tokens
+    and records."""
 
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
     max_token: int = -1
+    tokens_crc: int = 0
+    records_crc: int = 0
 
 
 class DocumentFile:
@@ -47,19 +51,24 @@ class DocumentFile:
         records: path to the record file.
         dtype: token dtype.
         written: counts saved by an interrupted run. The files are truncated to match.
+
+    Raises ProgressError if the files do not have the content that the interrupted run wrote.
     """
 
     def __init__(self, tokens: Path, records: Path, dtype: str, written: Written) -> None:
         self.written = written
         size = written.tokens * np.dtype(dtype).itemsize
-        self._tokens = _opened(tokens, size)
-        self._records = _opened(records, written.documents * RECORD.itemsize)
+        self._tokens = _opened(tokens, size, written.tokens_crc)
+        size = written.documents * RECORD.itemsize
+        self._records = _opened(records, size, written.records_crc)
 
     def add(self, tokens: NDArray[np.integer], size: int) -> None:
         """Append a document, given its tokens including EOD. `size` is the text size in bytes."""
+        record, written = _PACK(len(tokens), size), self.written
         self._tokens.write(tokens.data)
-        self._records.write(_PACK(len(tokens), size))
-        written = self.written
+        self._records.write(record)
+        written.tokens_crc = crc32(tokens.data, written.tokens_crc)
+        written.records_crc = crc32(record, written.records_crc)
         written.documents += 1
         written.tokens += len(tokens)
         written.bytes += size
@@ -77,15 +86,22 @@ class DocumentFile:
         self._records.close()
 
 
-def _opened(path: Path, size: int) -> BinaryIO:
-    """Truncate a file to `size` bytes and open it for appending."""
+def _opened(path: Path, size: int, crc: int) -> BinaryIO:
+    """Truncate a file to `size` bytes, check its CRC-32 and open it for appending."""
     path.touch()
     if path.stat().st_size < size:
         raise ProgressError(
             f"{path} is truncated: it must have at least {size} bytes, got {path.stat().st_size}"
         )
     os.truncate(path, size)
-    return path.open("ab")
+    file, found = path.open("a+b"), 0
+    file.seek(0)
+    while content := file.read(1 << 20):
+        found = crc32(content, found)
+    if found != crc:
+        file.close()
+        raise ProgressError(f"{path} was changed after the preparation was interrupted")
+    return file
 
 
 def read_records(path: Path, first: int, count: int) -> Any:

@@ -247,7 +247,7 @@ def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
 
 
 def test_progress_that_cannot_be_continued_is_refused(inputs, whole, tmp_path, refusal) -> None:
-    """It was written by another version, or one of its files is too short."""
+    """It was written by another version, or one of its files is too short or was replaced."""
     options = arguments("held out", inputs, tmp_path / "out")
     state, bin_file = tmp_path / "out.preparing.state", tmp_path / "out.preparing/one.train.bin"
 
@@ -256,8 +256,16 @@ def test_progress_that_cannot_be_continued_is_refused(inputs, whole, tmp_path, r
         saved["progress"] = {**saved["progress"], **change}
         (state / "progress.json").write_text(json.dumps(saved))
 
+    def replace(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[::-1])
+
+    def retrain() -> None:
+        path = tmp_path / "out.preparing/tokenizer.json"
+        path.write_text(path.read_text() + " ")
+
     for damage in (lambda: edit({"new": 1}), lambda: edit({"written": []}),
-                   lambda: bin_file.write_bytes(b"")):  # fmt: skip
+                   lambda: bin_file.write_bytes(b""), lambda: replace(bin_file), retrain,
+                   lambda: replace(state / "one.train.documents")):  # fmt: skip
         assert killed("add", 100, options)
         damage()
         said = refusal(main(options))
