@@ -43,7 +43,6 @@ class Columns:
 
     def __init__(self) -> None:
         self.records: list[Use | Sums] = []
-        self.starts: list[int] = []
         self.settled = set[tuple[Any, ...]]()
         self.sums: dict[tuple[Any, ...], Sums] = {}
         self.matrices: dict[int, Any] = {-1: None}  # no column
@@ -53,12 +52,8 @@ class Columns:
         """The first unused number."""
         return self.records[-1].end if self.records else 0
 
-    def add(self, record: Use | Sums) -> None:
-        self.records.append(record)
-        self.starts.append(record.start)
-
     def record(self, number: Tensor | int) -> Use | Sums:
-        return self.records[bisect_right(self.starts, int(number)) - 1]
+        return self.records[bisect_right(self.records, int(number), key=lambda r: r.start) - 1]
 
     def matrix(self, number: int) -> Any:
         """Return an identifier for the weight and stack entry that a column belongs to.
@@ -119,7 +114,7 @@ class Columns:
             self.sums[key] = Sums(
                 self.end, self.end + len(pairs), pairs, frozenset(one | two), terms
             )
-            self.add(self.sums[key])
+            self.records.append(self.sums[key])
             for use in one ^ two:
                 use.joined |= two if use in one else one
         return high.masked_scatter(both, (inverse + self.sums[key].start).double())

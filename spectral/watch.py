@@ -80,7 +80,7 @@ REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
 NORMS = re.compile(r"(linalg_vector_)?norm|(var|std)(_mean)?")
-"""Reductions that measure the size of a weight."""
+"""Reductions that measure the size of a weight, and therefore only scale it."""
 CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 """Operations that act on each channel (the second axis)."""
 SHAPES = re.compile(r".*(_like|new_).*")
@@ -110,9 +110,8 @@ def watch(
     """
     for name, weight in weights.items():
         if is_dtensor(weight) or weight.is_meta:
-            kind, remedy = "on the meta device", "after materializing it"
-            if is_dtensor(weight):
-                kind, remedy = "sharded", "before sharding it"
+            kind = "sharded" if is_dtensor(weight) else "on the meta device"
+            remedy = "before sharding it" if is_dtensor(weight) else "after materializing it"
             raise ValueError(
                 f"example requires a model that can run, but {name} is {kind}: split the model "
                 f"{remedy}, or omit example"
@@ -255,7 +254,7 @@ class Watch(TorchDispatchMode):
                 )
             start = self.numbers.end
             end = start + self.weights.number(weight, start)
-            self.numbers.add(Use(name, tuple(weight.shape), weight.stride(), start, end))
+            self.numbers.records.append(Use(name, tuple(weight.shape), weight.stride(), start, end))
         for p in parameters:
             self.known[p.untyped_storage()] = Facts(Origin.PARAMETERS, is_parameter=True)
         for t in inputs:
@@ -319,14 +318,12 @@ class Watch(TorchDispatchMode):
             use.used = True
             use.looked_up |= name in LOOKUPS and len(use.shape) == 2
             use.idle |= not any(t.numel() for t in results)
-        inputs = {id(t.untyped_storage()) for t in operands}
-        fresh = [
-            t for t in results if t.numel() and (in_place or id(t.untyped_storage()) not in inputs)
-        ]
+        old = set() if in_place else {t.untyped_storage() for t in operands}
+        fresh = [t for t in results if t.numel() and t.untyped_storage() not in old]
         indices = [t for t in tracked if not _is_continuous(t)]
         acts_on_each = STAYS.fullmatch(name) or torch.Tag.pointwise in func.tags
-        along_axis = isinstance(result, tuple) or name not in ("max", "min")
-        if tracked and name in CHOICES and along_axis and not _is_continuous(results[-1]):
+        chooses = name in CHOICES and (isinstance(result, tuple) or name not in ("max", "min"))
+        if tracked and chooses:
             self._choose(name, args, result)
         elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
@@ -337,6 +334,8 @@ class Watch(TorchDispatchMode):
                 self._stay("where", tracked, fresh[0])
             elif fresh[0].dtype != torch.bool and fresh[0].numel() > 1:
                 self._hide(operands, str(func))
+        elif any(t.is_complex() for t in operands) and not acts_on_each:
+            self._hide(operands, f"{func} of complex numbers")
         elif name in PRODUCTS:
             first = PRODUCTS[name]
             self._multiply(args[first], args[first + 1], fresh[0])
@@ -351,14 +350,12 @@ class Watch(TorchDispatchMode):
         elif acts_on_each:
             for out in fresh:
                 self._stay(name, operands[name == "copy" :], out)
-        elif tracked and REDUCTIONS.fullmatch(name):
+        elif (tracked or NORMS.fullmatch(name)) and REDUCTIONS.fullmatch(name):
             self._reduce(name, args[0], args[1:] or [*kwargs.values()], fresh[0])
         elif tracked and CHANNELWISE.match(name):
             self._channelwise(str(func), args[0], fresh[0])
         elif tracked and ENDS.match(name):
             self.end_with(tracked, loss=True)
-        elif weights and not tracked and NORMS.fullmatch(name):
-            return  # the norm only scales the weight
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
 
@@ -494,10 +491,8 @@ class Watch(TorchDispatchMode):
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """For an operation that moves elements, move their columns or numbers in the same way."""
-        operands = tensors_in(args)
-        if any(t.is_complex() for t in operands):
-            return self._hide(operands, name)
-        shadows = self.columns if any(t in self.columns for t in operands) else self.weights
+        moves_columns = any(t in self.columns for t in tensors_in(args))
+        shadows = self.columns if moves_columns else self.weights
 
         def numbers(t: Any) -> Any:
             if isinstance(t, (list, tuple)):
@@ -521,7 +516,7 @@ class Watch(TorchDispatchMode):
     def _reduce(self, name: str, source: Tensor, options: Any, out: Tensor) -> None:
         """Follow a reduction, which keeps columns that are constant along the reduced axes."""
         columns = self.columns.read(source)
-        if columns is None or source.is_complex():
+        if columns is None:
             return
         lists = [o for o in options if isinstance(o, (list, tuple))]
         given = lists[0] if lists else [o for o in options if type(o) is int][:1]
@@ -529,13 +524,11 @@ class Watch(TorchDispatchMode):
         sums = name == "sum"
         sides = self.facts(source).factors
         if sides and name in ("sum", "mean"):
-            factors = [columns]
-            if len(sides[0].shape) == source.ndim:  # not a view
-                if sums and axes and self._inner(sides, axes):
-                    return
-                factors = [s.columns for s in sides if s.columns is not None]
-            for factor in factors:
-                if self._is_headwise(factor, axes):
+            viewed = len(sides[0].shape) != source.ndim
+            if sums and axes and not viewed and self._inner(sides, axes):
+                return
+            for factor in [columns] if viewed else [side.columns for side in sides]:
+                if factor is not None and self._is_headwise(factor, axes):
                     self.numbers.consume(factor, axes, PRODUCT)
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if name in ("amax", "amin", "max", "min") and any(columns.shape[a] > 1 for a in axes):
@@ -636,23 +629,28 @@ class Watch(TorchDispatchMode):
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Follow a matmul of `[..., rows, n]` and `[..., n, columns]`; either may be a vector
         `[n]`."""
-        if left.is_complex():
-            return self._hide((left, right), "a product of complex numbers")
-        sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))
-        # If both are weights, use the second: the first is a table of inputs.
-        weight = next((i for i in (1, 0) if sides[i] in self.weights), None)
+        # If both are weights, the first is a table of inputs, or a factor of a weight.
+        weight = next((t for t in (right, left) if t in self.weights), None)
         if left in self.weights and self.facts(right).is_parameter:
-            if weight == 0:  # `left` may be a table or a factor of a weight
+            if weight is not right:
                 return self._hide([left], "a product with a weight that is frozen or given")
             self._use(right).tables.add(self._use(left))
             self.facts(out).is_product = True
-        layer = weight is not None or any(self.facts(t).is_parameter for t in sides)
-        kind = LAYER if layer else INNER
-        read = [None if i == weight else self.columns.read(t) for i, t in enumerate(sides)]
+        layer = weight is not None or any(self.facts(t).is_parameter for t in (left, right))
         if not layer and prod(out.shape[:-2]) == 1 and self.facts(right).is_product:
             self._hide([right], "a matmul with a product of two weights")
-        depthwise, kept = False, list[Tensor]()
-        for i, axis in enumerate(summed):
+        depthwise = self._take(left, right, out, weight, layer)
+        if weight is not None and weight.ndim > 1:
+            self._give(weight, int(weight is not right), out, depthwise)
+
+    def _take(
+        self, left: Tensor, right: Tensor, out: Tensor, weight: Tensor | None, layer: bool
+    ) -> bool:
+        """Follow the columns that a matmul uses. Return whether it only scales each of them."""
+        depthwise, kept, kind = False, list[Tensor](), LAYER if layer else INNER
+        axes = left.ndim - 1, max(right.ndim - 2, 0)
+        read = [None if t is weight else self.columns.read(t) for t in (left, right)]
+        for i, axis in enumerate(axes):
             columns, other = read[i], read[1 - i]
             if columns is None:
                 continue
@@ -665,8 +663,8 @@ class Watch(TorchDispatchMode):
             if columns.ndim > 1 and columns.shape[axis] == 1:  # the sum is over tokens
                 axis, own = 2 * columns.ndim - 3 - axis, LAYER if layer else PRODUCT
                 if weight is not None:
-                    self._use(sides[weight]).mixed |= self.numbers.beneath(columns)
-                if weight is None and out.ndim == columns.ndim:
+                    self._use(weight).mixed |= self.numbers.beneath(columns)
+                elif out.ndim == columns.ndim:
                     kept.append(columns)
             for use in self.numbers.beneath(columns) if not layer else ():
                 for mixed in use.mixed:
@@ -674,30 +672,29 @@ class Watch(TorchDispatchMode):
             used = [[0]] if by_entry and own == PRODUCT else self._mixed(columns, axis, kind)
             if axis not in chain(*used) and out.ndim == columns.ndim:
                 kept.append(self._folded(columns, [axis]))
-            scales = other is not None and self.numbers.adds_matrices(other, summed[1 - i])
-            for axes in [[]] if scales else used:
-                self.numbers.consume(columns, axes, own)
+            scales = other is not None and self.numbers.adds_matrices(other, axes[1 - i])
+            for vectors in [[]] if scales else used:
+                self.numbers.consume(columns, vectors, own)
         if kept:  # other columns only scale vectors
             both = (c for c in kept if {*_moving(c)} >= {*_moving(kept[-1])})
             self.columns.write(out, reduce(self.numbers.joined, both))
-        if weight is None or sides[weight].ndim == 1:
-            return
-        if self.weights[sides[weight]].values is not None:
-            numbers = self.weights.read(sides[weight])
+        return depthwise
+
+    def _give(self, weight: Tensor, axis: int, out: Tensor, depthwise: bool) -> None:
+        """Record the outputs of a matmul that sums over an axis of a weight's matrices."""
+        if self.weights[weight].values is not None:
+            numbers = self.weights.read(weight)
             if numbers is None or bool((numbers < 0).any()):
-                return self._hide([sides[weight]], "a matmul with a padded weight")
-        axis = summed[weight] - sides[weight].ndim + 2
-        parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
-        apart = sides[weight].ndim == 2 or len(sides[weight]) == 1
-        made = [self._outputs(part, [axis], 1 - axis, apart) for part in parts[:1] + parts[1:][-1:]]
-        if not torch.equal(made[0], made[-1]):
-            columns = torch.stack([self._outputs(part, [axis], 1 - axis) for part in parts])
-        else:
-            columns = self._entries(sides[weight], out)[:, None] + made[0]
+                return self._hide([weight], "a matmul with a padded weight")
+        parts = weight.unbind() if weight.ndim == 3 else (weight,)
+        apart = weight.ndim == 2 or len(weight) == 1
+        columns = torch.stack([self._outputs(part, [axis], 1 - axis, apart) for part in parts])
+        if bool((columns == columns[0]).all()):
+            columns = self._entries(weight, out)[:, None] + columns[0]
         if len(columns) > 1:  # each entry of the batch has separate outputs
             self.numbers.settle(columns, GROUP)
         if not depthwise:
-            self._made(out, columns, out.ndim - 2 if weight == 0 and out.ndim > 1 else -1)
+            self._made(out, columns, -1 if axis == 0 or out.ndim == 1 else out.ndim - 2)
 
     def _entries(self, weight: Tensor, out: Tensor) -> Tensor:
         """Return a stack's entry offsets if a batched matmul uses the entries in order, else a
@@ -820,8 +817,8 @@ def _is_copy(name: str, operands: Iterable[Tensor]) -> bool:
 
 def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
     """Return whether a tensor can be broadcast to the shape of a result."""
-    wanted = out.shape[out.ndim - tensor.ndim :] if tensor.ndim <= out.ndim else ()
-    return len(wanted) == tensor.ndim and all(map(lambda n, m: n in (1, m), tensor.shape, wanted))
+    sizes = zip(reversed(tensor.shape), reversed(out.shape), strict=False)
+    return tensor.ndim <= out.ndim and all(n in (1, size) for n, size in sizes)
 
 
 def _is_continuous(tensor: Tensor) -> bool:

@@ -127,14 +127,12 @@ class Use:
             counts = Counter(chain(*windows))
             if any(all(counts[column] > 1 for column in window) for window in windows):
                 raise ValueError(f"{INNER} uses overlapping sets of its outputs")
-        division, cuts, grouped = Division(), set[tuple[int, ...]](), GROUP in self.sets
-        if self.outputs:
-            axes = frozenset(self.inputs), frozenset(self.outputs)
-            for i, sets in enumerate(frozenset(self._cuts(own)) for own in entries):
-                before, cuts = division, cuts | sets
-                division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
-                if i and division != before:
-                    raise ValueError("its stacked matrices are divided in different ways")
+        cuts, grouped = [frozenset(self._cuts(own)) for own in entries], GROUP in self.sets
+        layout = self.shape, self.strides, frozenset(self.inputs), frozenset(self.outputs)
+        divisions = {_division(*layout, sets, grouped, self.groups) for sets in cuts}
+        if len(divisions) > 1:
+            raise ValueError("its stacked matrices are divided in different ways")
+        (division,) = divisions
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
@@ -143,9 +141,10 @@ class Use:
         kinds = [INNER] if {*self.sets} == {INNER, PRODUCT} else [*self.sets]
         if reached and self.sets and all(len(s) == 1 for kind in kinds for s in self.sets[kind]):
             return Seen(None, "its columns are used one at a time: scalars")
-        crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in cuts)
+        joint = frozenset(columns for columns in chain(*cuts) if len(columns) > 1)
+        crossed = self.outputs and not grouped and joint
         single = [s[outputs] == 1 < prod(s) for s in sides]
-        if crossed and (all(single) or (any(single) and _overlap(frozenset(cuts)))):
+        if crossed and (all(single) or (any(single) and _overlap(joint))):
             raise ValueError(
                 "operations on two axes of its outputs would leave matrices of one output each"
             )
@@ -249,6 +248,8 @@ def _division(
 
     Raises ValueError if there is none.
     """
+    if not outputs:
+        return Division()
     axis, inputs = max(outputs), set[int]().union(*sums)
     stacked = axis > 0 and 0 not in inputs
     transposed = any(a < axis for a in inputs)

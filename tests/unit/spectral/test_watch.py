@@ -1103,7 +1103,7 @@ def a_maximum_of_parts_and_its_place(m: Any, x: Tensor) -> Any:
     return m.out(m.pieces(x).unflatten(-1, (4, 6)).max(-2).values)
 
 
-@refused("waves: a product of complex numbers hides", "out 6 4, waves 12x6x2")
+@refused("waves: aten.mm.default of complex numbers hides", "out 6 4, waves 12x6x2")
 def a_product_of_complex_numbers(m: Any, x: Tensor) -> Any:
     return m.out((x.cfloat() @ torch.view_as_complex(m.waves)).real)
 
