@@ -175,19 +175,18 @@ def _called(
 
 def _attributes(value: Any, name: str) -> list[Any]:
     """Return every attribute `name` of a value and its classes, without evaluating properties."""
-    if isinstance(value, ModuleType):
+    if isinstance(value, ModuleSpec):
+        return [value]
+    if isinstance(value, (ModuleType, type)):
         own = getattr(value, name, None)
         return [_unimported(f"{value.__name__}.{name}") if own is None else own]
-    if isinstance(value, (type, ModuleSpec)):
-        return [getattr(value, name, None) if isinstance(value, type) else value]
     spaces = [getattr(value, "__dict__", {}), *map(vars, type(value).__mro__)]
     spaces += [dict(value.named_children())] if isinstance(value, nn.Module) else []
     return [space[name] for space in spaces if name in space]
 
 
 def _function(value: Any) -> Any:
-    """Return the function that calling a value or reading a property runs, or None."""
-    value = value.fget if isinstance(value, property) else value
+    """Return the function that calling a value runs, or None."""
     if isinstance(value, MethodType) and isinstance(value.__self__, type(torch.autograd.Function)):
         value = value.__self__  # Function.apply
     value = value.func if isinstance(value, (partial, partialmethod, cached_property)) else value

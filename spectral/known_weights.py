@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
 from math import prod
+from typing import Any
 
 from torch import nn
 
@@ -136,11 +137,7 @@ class KnownWeights:
             ends, reason = self._ends(weight, division)
             if ends:
                 return Seen(None, reason)
-        try:
-            shapes = division.shapes(parameter.shape)
-        except ValueError as error:
-            raise _unclear(weight, f": {error}") from None
-        if all(min(shape) == 1 for shape in shapes):
+        if all(min(shape) == 1 for shape in division.shapes(parameter.shape)):
             return Seen(None, f"{reason}, each with a side of 1", decays=False)
         return Seen(division, reason)
 
@@ -172,12 +169,12 @@ class KnownWeights:
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             gated = "_hr" not in weight.own
             return (module.hidden_size if gated else outputs,), "gates" if gated else "one matrix"
-        grouped = weight.is_layer and isinstance(module, nn.Linear)
-        groups = _first(module, "n_groups num_groups groups") if grouped else 0
+        linear = isinstance(module, nn.Linear)
+        groups = _first(module, "n_groups num_groups groups") if linear else 0
         if groups and outputs % groups == 0:
             return (outputs // groups,), f"{groups} groups"
         for name, around in self._names(weight):
-            if name == "gate_up_proj":
+            if name == "gate_up_proj" and outputs % 2 == 0:
                 return (outputs // 2,), "gate and up"
             rows = _attribute_rows(KNOWN.get(name, ""), around)
             if rows and outputs % sum(rows) == 0:
@@ -231,13 +228,15 @@ class KnownWeights:
         nearby layer uses all of the layer's outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
+        inputs = weight.parameter.numel() // outputs
+        layer = Layer.of(weight.module) or Layer(weight.module, inputs, outputs)
         (_, inner), *scopes = weight.path[_base(weight) :]
         if self.single:
             return False, "one matrix"
         inside = any(module in self.blocks for _, module in scopes)
-        if not inside and (found := self._outside(weight, outputs)) is not None:
+        if not inside and (found := self._outside(weight, layer)) is not None:
             return found
-        if why := self._contained(weight, outputs):
+        if why := self._contained(weight, layer):
             raise _unclear(weight, f" looks like several matrices in one: {why}")
         for _, scope in scopes:
             later = self.layers.after(inner, scope)
@@ -250,25 +249,25 @@ class KnownWeights:
         why = f"no layer uses its {outputs} outputs"
         raise _unclear(weight, f" looks like several matrices, or an output head: {why}")
 
-    def _outside(self, weight: Weight, outputs: int) -> tuple[bool, str] | None:
+    def _outside(self, weight: Weight, layer: Layer) -> tuple[bool, str] | None:
         """Return whether a layer outside repeated blocks is an output layer, and the evidence.
 
         Returns None if the answer depends on other layers in the enclosing modules. Raises
         ValueError if the answer is unclear.
         """
         later, again, mixer = self._later(weight)
-        takers = {x.module for x in later if x.inputs == outputs}
-        if any((own := Layer.of(m)) and own.inputs == outputs for _, m in weight.path[1:]):
+        takers = {x.module for x in later if x.inputs == layer.outputs}
+        if any((own := Layer.of(m)) and own.inputs == layer.outputs for _, m in weight.path[1:]):
             return None  # the enclosing head also has a weight
         if takers:
             if takers <= again:
                 why = "all layers that could use its outputs also run before it"
                 raise _unclear(weight, f" could be an output head or a single matrix: {why}")
-            if takers & self.repeated and self._may_end(weight, later, mixer):
+            if takers & self.repeated and self._may_end(weight, layer, later, mixer):
                 why = "other blocks run after it"
                 raise _unclear(weight, f" could be an output head or a single matrix: {why}")
             return None
-        reason = self._head(weight, outputs, later)
+        reason = self._head(weight, layer, later)
         if reason.endswith(": a head") and mixer:
             why = f"{mixer} adds or multiplies activations after it"
             raise _unclear(weight, f" could be an output head or a single matrix: {why}")
@@ -276,34 +275,34 @@ class KnownWeights:
             return True, reason
         return None if later else (False, "one matrix, unless it is a head")
 
-    def _may_end(self, weight: Weight, later: list[Layer], mixer: str) -> bool:
+    def _may_end(self, weight: Weight, layer: Layer, later: list[Layer], mixer: str) -> bool:
         """Return whether a layer may be a head even though later blocks could use its outputs.
 
         This is the case if the layer is square, follows blocks and does not scale activations, or
         if it ends a tower of blocks and its outputs are pooled or multiplied.
         """
         (name, inner), *scopes = weight.path
-        layer, after = Layer.of(weight.module), {x.module for x in later}
+        after = {x.module for x in later}
         before = [x.module for x in self.layers.before(inner, scopes[-1][1]) if x.multiplies]
         follows = bool({*before[-1:]} & self.repeated - after)
         scales = "*" in self.words.after(scopes[0][1], name)
-        if layer and layer.inputs == layer.outputs and follows and not scales:
+        if layer.inputs == layer.outputs and follows and not scales:
             return True
-        takers = {x.module for x in later if layer and x.inputs == layer.outputs}
+        takers = {x.module for x in later if x.inputs == layer.outputs}
         return (mixer != "" or any("pool" in name for name, _ in weight.path)) and any(
             any(x.module in self.repeated for x in self.layers.before(inner, scope))
             and takers.isdisjoint(x.module for x in self.layers.after(inner, scope))
             for _, scope in scopes
         )
 
-    def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
+    def _head(self, weight: Weight, layer: Layer, later: list[Layer]) -> str:
         """Return the evidence that a layer is a head, or "".
 
         The caller must have checked that no layer in `later` uses this layer's outputs.
         """
         if any(HEADS.search(name) for name, _ in weight.path):
             return "an output head by its name"
-        inputs = _inputs(weight, outputs)
+        inputs, outputs = layer.inputs, layer.outputs
         parts = outputs in range(2 * inputs, 13 * inputs, inputs)  # e.g. shift and scale
         cut = parts and any(x.inputs == inputs for x in later)
         made = [inputs, *(x.outputs for x in later)]  # sizes before each later layer
@@ -360,18 +359,19 @@ class KnownWeights:
             return _divider(module, cut) if divides else ""
         return ""
 
-    def _contained(self, weight: Weight, outputs: int) -> str:
+    def _contained(self, weight: Weight, layer: Layer) -> str:
         """Return evidence, other than names, that a layer holds several matrices, or ""."""
         cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
         if why := f"{cutter} splits channels" if cutter else self._cuts(weight):
             return why
         heads = [_first(module, HEAD_COUNTS) for _, module in weight.path[1:3]]
-        if outputs == _inputs(weight, outputs) and outputs in heads:
-            return f"it mixes the {outputs} heads of attention"
+        if layer.inputs == layer.outputs in heads:
+            return f"it mixes the {layer.outputs} heads of attention"
         for name, other in weight.around.named_parameters(recurse=False):
             axes = [size for size in other.shape if size > 1]
-            if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
-                return f"{name} arranges its {outputs} outputs along {len(axes)} axes, like heads"
+            if len(axes) > 1 and prod(axes) == layer.outputs and other is not weight.parameter:
+                along = f"along {len(axes)} axes, like heads"
+                return f"{name} arranges its {layer.outputs} outputs {along}"
         return ""
 
     def _divides_inputs(self, module: nn.Module) -> bool:
@@ -422,11 +422,13 @@ class KnownWeights:
         """Return the division of a stack of experts `[experts, ., .]`, and the evidence."""
         module, shape = weight.module, tuple(weight.parameter.shape)
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
-        transposed = getattr(module, "is_transposed", None)
-        if not (named and isinstance(transposed, bool) and len(shape) == 3):
+        transposed: Any = getattr(module, "is_transposed", None)
+        fused = is_fused(weight.own_name)
+        known = named and isinstance(transposed, bool) and len(shape) == 3
+        if not known or (fused and shape[1 + transposed] % 2):
             raise _unclear(weight, f" has shape {shape}, whose matrix axes are unknown")
         division = Division(stacked=True, transposed=transposed)
-        if not is_fused(weight.own_name):
+        if not fused:
             return division, "experts"
         if getattr(module, "is_concatenated", True) is False:
             return replace(division, stride=2), "experts' alternating gate and up"
@@ -526,13 +528,6 @@ def _blocks(model: nn.Module) -> set[nn.Module]:
         single = isinstance(outer, nn.ModuleList) and len(outer) == 1
         blocks |= {m for m in modules if single or kinds[type(m)] > 1}
     return {m for m in blocks if any(m.children()) and not isinstance(m, nn.Sequential)}
-
-
-def _inputs(weight: Weight, outputs: int) -> int:
-    """Return the number of input features or channels of a weight."""
-    if isinstance(weight.module, CONVOLUTIONS):
-        return weight.module.in_channels
-    return weight.parameter.numel() // outputs
 
 
 def _is_attention(module: nn.Module) -> bool:

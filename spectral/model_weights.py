@@ -1,6 +1,6 @@
 """Enumerates a model's trainable weights and their layers, in model order."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -68,19 +68,15 @@ def weights_of(model: nn.Module) -> Iterator[Weight]:
         for own, parameter in owner.named_parameters(recurse=False):
             owners.setdefault(id(parameter), (prefix, own))
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield _weight(modules, name, parameter, *owners[id(parameter)])
-
-
-def _weight(
-    modules: Mapping[str, nn.Module], name: str, parameter: nn.Parameter, prefix: str, own: str
-) -> Weight:
-    parts = prefix.split(".") if prefix else []
-    if parts[-2:-1] == ["parametrizations"] and own.startswith("original"):
-        *parts, _, own = parts  # x.parametrizations.weight.original is x.weight
-    prefixes = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
-    path = tuple((prefix.rpartition(".")[2], modules[prefix]) for prefix in prefixes)
-    return Weight(name, parameter, modules[prefixes[0]], own, path)
+        if not parameter.requires_grad:
+            continue
+        prefix, own = owners[id(parameter)]
+        parts = prefix.split(".") if prefix else []
+        if parts[-2:-1] == ["parametrizations"] and own.startswith("original"):
+            *parts, _, own = parts  # x.parametrizations.weight.original is x.weight
+        prefixes = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+        path = tuple((prefix.rpartition(".")[2], modules[prefix]) for prefix in prefixes)
+        yield Weight(name, parameter, path[0][1], own, path)
 
 
 class Layer(NamedTuple):
