@@ -17,11 +17,11 @@ is done.
 A run's result is its final validation loss in nats per token, averaged over its validation sets.
 The seed sets the initial weights and the data order. Variants are compared seed by seed, using the
 95% Student's t confidence interval of the mean difference. The verdict is `level` if the whole
-interval is within `level_within` (0.02 nats) of 0, and `cannot tell` if a wider interval contains
-0. A run with a nonfinite loss fails, and its variant has no mean. If a chosen setting is at either
-end of its grid, the verdict is `refused`. At the start, the script prints all keys that differ
-between a variant and its reference, except those that are tuned or listed in `overrides` or
-`differs`; table.md lists them too.
+interval is within 0.02 nats of 0, and `cannot tell` if a wider interval contains 0. A run with a
+nonfinite loss fails, and its variant has no mean. If a chosen setting is at either end of its grid,
+the verdict is `refused`. At the start, the script prints all keys that differ between a variant and
+its reference, except those that are tuned or listed in `overrides` or `differs`; table.md lists
+them too.
 
 With `search`, every variant is first tuned by successive halving, using the search's seed. Each
 stage trains its candidates for a `share` of the `full` length, then the best `keep` candidates for

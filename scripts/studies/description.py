@@ -120,13 +120,9 @@ class TunedIn(Section):
     its `tuned_as` or, by default, for the variant of the same name.
 
     results  folder with the other study's results
-    best     only train this many variants: those with the lowest mean loss in the other study
-    always   variants to train in addition to `best`
     """
 
     results: str
-    best: int | None = None
-    always: list[str] = field(default_factory=list)
 
 
 class Variant(Section):
@@ -156,8 +152,6 @@ class Study(Section):
     full          integer settings, such as train.steps, of a full-length run; shorter runs multiply
                   them by their share
     environment   environment variables for every run; names must be in `VARIABLES`
-    level_within  largest difference, in nats per token, to treat as zero: the verdict is `level` if
-                  the whole 95% interval is within this distance of 0
     """
 
     title: str
@@ -166,7 +160,6 @@ class Study(Section):
     overrides: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     full: dict[str, int] = field(default_factory=dict)
-    level_within: float = 0.02
     search: Search | None = None
     curve: Curve | None = None
     tuned_in: TunedIn | None = None
@@ -230,8 +223,6 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
         problems += _budget_problems(study)
     if study.curve is not None and study.curve.variant not in study.variants:
         problems.append(f"curve.variant must be one of the variants, got {study.curve.variant}")
-    if not 0 <= study.level_within < math.inf:
-        problems.append(f"level_within must be finite and at least 0, got {study.level_within}")
     if (study.search or study.curve) and not study.full:
         problems.append("full must be set if the study has search or curve, got {}")
     return problems

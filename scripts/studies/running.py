@@ -12,7 +12,7 @@ from scripts.command import write_whole
 from scripts.studies.description import Study
 from scripts.studies.differences import differences, sentences
 from scripts.studies.records import Record
-from scripts.studies.search import Outcome, Train, begin, run_of, search
+from scripts.studies.search import Outcome, Train, run_of, search, tuned_settings
 from scripts.studies.tables import markdown
 from scripts.studies.trainer import ROOT, UNKNOWN, Run
 from training.config import Config, load_config
@@ -34,7 +34,7 @@ def run_study(
     results.json is updated after each part. After tuning, `begin_runs` is called with all remaining
     runs, so that CPUs and GPUs do not sit idle between parts.
     """
-    study, start = begin(study, ROOT)
+    start = tuned_settings(study, ROOT)
     given = list(extra)
     study, extra = shortened(study, extra)
     check_tokenizers(study, extra)

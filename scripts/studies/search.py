@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from scripts.studies.description import Rung, Study, TunedIn
+from scripts.studies.description import Rung, Study
 from scripts.studies.records import Record
-from scripts.studies.tables import comparison, grid_ends, read_results
+from scripts.studies.tables import grid_ends, read_results
 from scripts.studies.trainer import Run
 from training.errors import DataError, InputError
 
@@ -138,14 +137,14 @@ def run_of(
     return Run(label or f"{name}-{seed}", variant.config, overrides)
 
 
-def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
-    """Return the study with only the variants to train, and the tuned overrides of each variant.
+def tuned_settings(study: Study, root: Path) -> dict[str, list[str]]:
+    """Return the overrides that another study chose for each variant, or {} without `tuned_in`.
 
     `tuned_in.results` is relative to `root`. Raises DataError if the other study is incomplete,
     lacks a variant, or chose a setting at an end of its grid.
     """
     if study.tuned_in is None:
-        return study, {}
+        return {}
     content = read_results(root / study.tuned_in.results / "results.json")
     if not content["complete"]:
         raise DataError(f"tuned_in.results: the study {study.tuned_in.results} must be complete")
@@ -153,28 +152,7 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
     missing = sorted({*sources.values()} - content["chosen"].keys())
     if missing:
         raise DataError(f"{study.tuned_in.results} is missing the variants {', '.join(missing)}")
-    taken = taken_variants(study, study.tuned_in, content)
     ended = grid_ends(content)
-    if ends := [
-        end for name in study.variants if name in taken for end in ended.get(sources[name], [])
-    ]:
+    if ends := [end for source in sources.values() for end in ended.get(source, [])]:
         raise DataError(f"tuned_in.results: {'; '.join(ends)}; extend the grid first")
-    variants = {name: study.variants[name] for name in study.variants if name in taken}
-    chosen = {name: content["chosen"][sources[name]] for name in variants}
-    return replace(study, variants=variants), chosen
-
-
-def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set[str]:
-    """Return the names of the variants to train.
-
-    These are the `tuned.best` best ones (null: all), those in `tuned.always`, and the reference of
-    each of them.
-    """
-    if tuned.best is None:
-        return set(study.variants)
-    losses = comparison(content).set_index("variant")["loss"].fillna(math.inf)
-    others = [name for name in study.variants if name not in tuned.always]
-    others.sort(key=lambda name: float(losses[study.variants[name].tuned_as or name]))
-    taken = {*others[: tuned.best], *tuned.always}
-    against = {study.variants[name].against for name in taken}
-    return taken | {name for name in against if name is not None}
+    return {name: content["chosen"][source] for name, source in sources.items()}

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from scripts.studies.description import Study, first_key, settings
+from scripts.studies.description import first_key, settings
 from training.errors import InputError
 from training.json_file import check_shape, read_json
 from training.report.text import markdown_table
@@ -17,6 +17,8 @@ Results = Mapping[str, Any]
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Half-width of the 95% Student's t interval in standard errors, for 2 to 10 seeds."""
+LEVEL: Final = 0.02
+"""Largest difference, in nats per token, to treat as zero."""
 
 
 def half_width(seeds: int) -> float:
@@ -52,7 +54,6 @@ LATER: Final = {
     "trials": [TRIAL],
     "rows": [{"variant": str, "losses": [NUMBER], "runs": [str]}],
     "points": [{"share": int | float, "losses": [NUMBER]}],
-    "level_within": int | float,
 }
 """Shapes of results.json, for `check_shape`: SHAPE has the keys in every file, and LATER those
 added over the course of the study."""
@@ -128,7 +129,7 @@ def comparison(results: Results) -> pd.DataFrame:
         if other is not None:
             line |= {"against": other, **paired(losses[name] - losses[other])}
             both = [*ended.get(name, []), *ended.get(other, [])]
-            line["verdict"] = verdict(line, both, results.get("level_within", Study.level_within))
+            line["verdict"] = verdict(line, both)
         elif ended.get(name):
             line["verdict"] = refused(ended[name])
         lines.append(line)
@@ -169,11 +170,11 @@ def refused(ended: Sequence[str]) -> str:
     return f"refused: {'; '.join(dict.fromkeys(ended))}"
 
 
-def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) -> str:
+def verdict(line: Mapping[str, Any], ended: Sequence[str]) -> str:
     """Return the verdict on a difference.
 
     It is `higher` or `lower` if the 95% interval excludes 0, else `level` if the interval is within
-    `level_within` of 0, else `cannot tell`. If no verdict is possible, return the reason.
+    `LEVEL` of 0, else `cannot tell`. If no verdict is possible, return the reason.
     """
     if ended:
         return refused(ended)
@@ -185,7 +186,7 @@ def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) 
         return "higher"
     if line["high"] < 0:
         return "lower"
-    return "level" if max(-line["low"], line["high"]) <= level_within else "cannot tell"
+    return "level" if max(-line["low"], line["high"]) <= LEVEL else "cannot tell"
 
 
 def grid_ends(results: Results) -> dict[str, list[str]]:

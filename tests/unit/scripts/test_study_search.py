@@ -1,14 +1,12 @@
 """Successive halving finds the best candidate at exactly the study's cost."""
 
-import math
 from collections import Counter
-from itertools import permutations
 
 import pytest
 
-from scripts.studies.description import Rung, Search, Stage, Study, TunedIn, Variant
+from scripts.studies.description import Rung, Search, Stage, Study, Variant
 from scripts.studies.records import Record
-from scripts.studies.search import run_of, search, taken_variants
+from scripts.studies.search import run_of, search
 from training.errors import InputError
 
 RATES = [0.01, 0.02, 0.04, 0.08]
@@ -83,18 +81,3 @@ def test_a_stage_multiplies_what_was_tuned_elsewhere():
     assert grid.candidates([]) == [["x=1", "z=1", "y=3"], ["x=2", "z=2", "y=3"]]
     with pytest.raises(ValueError, match="exactly one of"):
         Stage(grid={"x": [1.0]}, factors={"x": [1.0]})
-
-
-@pytest.mark.parametrize("tuned", [*permutations("xyz")], ids="".join)
-def test_the_best_are_those_with_the_losses_of_what_they_were_tuned_as(tuned):
-    """A variant may have the name of another variant of that study; failed variants are last."""
-    losses = {"x": 2.0, "y": 1.0, "z": None}
-    content = {
-        "variants": {name: {"against": None, "search": {}} for name in losses},
-        "rows": [{"variant": name, "losses": [loss]} for name, loss in losses.items()],
-    }
-    variants = {n: Variant(config="c.yaml", tuned_as=t) for n, t in zip("xyz", tuned, strict=True)}
-    study = Study(title="t", seeds=[1], variants=variants)
-    ordered = sorted(variants, key=lambda name: losses[variants[name].tuned_as] or math.inf)
-    for best in (1, 2):
-        assert taken_variants(study, TunedIn(results="r", best=best), content) == {*ordered[:best]}

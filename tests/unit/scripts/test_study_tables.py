@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from scripts.studies.description import Study, TunedIn, Variant
-from scripts.studies.search import begin
+from scripts.studies.search import tuned_settings
 from scripts.studies.tables import (
     comparison,
     grid_ends,
@@ -51,20 +51,17 @@ def test_differences_are_paired_by_seed():
 
 
 @pytest.mark.parametrize(
-    ("b", "more", "verdict"),
+    ("b", "verdict"),
     [
-        ([1.9, 2.9, 3.89], {}, "lower"),
-        ([2.1, 3.1, 4.11], {}, "higher"),
-        ([1.999, 3.001, 4.0], {}, "level"),
-        ([1.999, 3.001, 4.0], {"level_within": 0.002}, "cannot tell"),
-        ([1.999, 3.001, 4.0], {"level_within": 0.5}, "level"),
-        ([1.9, 3.1, 4.0], {}, "cannot tell"),
-        ([1.98, 2.98, 3.999], {}, "cannot tell"),  # -0.013, -0.040 to +0.014: one end is far from 0
+        ([1.9, 2.9, 3.89], "lower"),
+        ([2.1, 3.1, 4.11], "higher"),
+        ([1.999, 3.001, 4.0], "level"),
+        ([1.9, 3.1, 4.0], "cannot tell"),
+        ([1.98, 2.98, 3.999], "cannot tell"),  # -0.013, -0.040 to +0.014: one end is far from 0
     ],
 )
-def test_only_a_narrow_interval_around_0_is_level(b, more, verdict):
-    """A study may set the difference that counts as none."""
-    assert comparison(study([2.0, 3.0, 4.0], b, **more))["verdict"][1] == verdict
+def test_only_a_narrow_interval_around_0_is_level(b, verdict):
+    assert comparison(study([2.0, 3.0, 4.0], b))["verdict"][1] == verdict
 
 
 def test_a_failed_run_fails_its_variant():
@@ -113,15 +110,15 @@ def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended, monkeypatch):
         other = Study(title="t", seeds=[1], variants=variants, tuned_in=TunedIn(results="r"))
         if name == "z":
             with pytest.raises(DataError, match="r is missing the variants z"):
-                begin(other, ROOT)
+                tuned_settings(other, ROOT)
             stored["complete"] = False
             with pytest.raises(DataError, match="the study r must be complete"):
-                begin(other, ROOT)
+                tuned_settings(other, ROOT)
         elif name in ended:
             with pytest.raises(DataError, match=f"{ended[name][0]}; extend the grid first"):
-                begin(other, ROOT)
+                tuned_settings(other, ROOT)
         else:
-            assert begin(other, ROOT)[1] == {"c": results["chosen"][name]}
+            assert tuned_settings(other, ROOT) == {"c": results["chosen"][name]}
 
 
 def test_losses_by_a_key_are_the_best_over_the_others():
