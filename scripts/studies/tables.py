@@ -87,23 +87,24 @@ def _check_variants(results: Results) -> None:
             raise InputError(f"variants must be among {', '.join(names)}, got {name}")
 
 
-def tables(results: Results) -> dict[str, pd.DataFrame]:
-    """Return the non-empty tables of a study, by name."""
-    frames = {"comparison": comparison(results), "also differ": also_differ(results)}
-    for key in searched_keys(results):
-        frames[f"loss by {first_key(key)}"] = loss_by(results, key)
-    if results.get("points"):
-        frames["tokens"] = tokens_to_loss(results, frames["comparison"])
-    return {name: frame for name, frame in frames.items() if not frame.empty}
-
-
 def markdown(results: Results) -> str:
-    """Return all tables of a study as Markdown, each under a heading."""
-    parts = [
-        f"### {name}\n\n{markdown_table(list(frame.columns), frame.to_numpy().tolist())}"
-        for name, frame in shown(tables(results)).items()
-    ]
-    return "\n".join(parts)
+    """Return all non-empty tables of a study as Markdown, each under a heading."""
+    compared = comparison(results)
+    tables = {
+        "comparison": [comparison_cells(line) for line in records(compared)],
+        "also differ": also_differ(results),
+    }
+    for key in searched_keys(results):
+        losses = records(loss_by(results, key))
+        tables[f"loss by {first_key(key)}"] = [best_in_bold(line) for line in losses]
+    if results.get("points"):
+        shares = records(tokens_to_loss(results, compared))
+        tables["tokens"] = [share_cells(line) for line in shares]
+    return "\n".join(
+        f"### {name}\n\n{markdown_table(list(rows[0]), [list(row.values()) for row in rows])}"
+        for name, rows in tables.items()
+        if rows
+    )
 
 
 def comparison(results: Results) -> pd.DataFrame:
@@ -136,18 +137,16 @@ def comparison(results: Results) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def also_differ(results: Results) -> pd.DataFrame:
+def also_differ(results: Results) -> list[dict[str, str]]:
     """Return a row for each undeclared difference between a variant and its reference.
 
     Undeclared keys are neither set by the study nor listed in `differs`.
     """
-    return pd.DataFrame(
-        [
-            {"variant": name, "key": key, "value": str(value), "in the other": str(other)}
-            for name, keys in results.get("differ", {}).items()
-            for key, (value, other) in keys.items()
-        ]
-    )
+    return [
+        {"variant": name, "key": key, "value": str(value), "in the other": str(other)}
+        for name, keys in results.get("differ", {}).items()
+        for key, (value, other) in keys.items()
+    ]
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
@@ -277,21 +276,6 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["variant", "tokens", "low", "high"])
 
 
-def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Format the cells of all tables, adding standard errors and setting lowest losses in bold."""
-    texts = {}
-    for name, frame in frames.items():
-        if name == "comparison":
-            texts[name] = pd.DataFrame([comparison_cells(line) for line in records(frame)])
-        elif name == "also differ":
-            texts[name] = frame
-        elif name == "tokens":
-            texts[name] = frame.map(lambda x: x if isinstance(x, str) else number(x, ".2f"))
-        else:
-            texts[name] = pd.DataFrame([best_in_bold(line) for line in records(frame)])
-    return texts
-
-
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a table as dicts."""
     return [{str(key): value for key, value in line.items()} for line in frame.to_dict("records")]
@@ -319,6 +303,11 @@ def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
     finite = {key: value for key, value in figures.items() if not math.isnan(value)}
     best = min(finite, key=lambda key: finite[key])
     return {"variant": line["variant"], **cells, best: f"**{cells[best]}**"}
+
+
+def share_cells(line: Mapping[str, Any]) -> dict[str, str]:
+    """Return the formatted cells of a row of `tokens_to_loss`."""
+    return {k: x if isinstance(x, str) else number(x, ".2f") for k, x in line.items()}
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:
