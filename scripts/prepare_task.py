@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 from scripts.command import command, counted, new_parser, output_path, whole_number, write_whole
 from training.data.tasks import KEYS, Example, example_of
 from training.errors import DataError, InputError
-from training.json_file import parse_json, real_path
+from training.json_file import real_path
 
 LETTERS: Final = "ABCDE"
 Row = Mapping[str, Any]
@@ -128,9 +128,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examples(source: str, name: str) -> Iterator[Example]:
     """Yield an example for each row of a source in the format `name`.
 
-    Raises DataError if a row does not match the format or has no answer.
+    Raises DataError if the source cannot be read, or if a row does not match the format or has no
+    answer.
     """
-    for where, row in rows(source):
+    from scripts.data.document_files import rows_of  # deferred: slow imports
+    from scripts.data.sources import find_inputs
+
+    inputs = find_inputs(source).inputs
+    for each in inputs:
+        if not each.has_keys:
+            raise DataError(f"{each} must be a JSON lines or Parquet file")
+    for where, row in chain.from_iterable(map(rows_of, inputs)):
         try:
             values = FORMATS[name].example(row)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -143,35 +151,6 @@ def examples(source: str, name: str) -> Iterator[Example]:
         yield example_of(dict(zip(KEYS, values, strict=True)), where)
 
 
-def rows(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a source, each with its location for error messages.
-
-    The source is a hub dataset or a folder that `datasets` can load (`hf:NAME:CONFIG:SPLIT`), a
-    Parquet file, or an optionally compressed JSON lines file. Raises DataError if the source cannot
-    be read.
-    """
-    from scripts.data.compression import read_lines  # deferred: slow import
-    from scripts.data.document_files import parquet_rows
-    from scripts.data.hub import parse_hub_input
-
-    if source.startswith("hf:"):
-        for number, row in enumerate(parse_hub_input(source).rows(), start=1):
-            yield f"{source}, row {number}", row
-    elif source.endswith(".parquet"):
-        if not Path(source).is_file():
-            raise DataError(f"the file {source} does not exist")
-        for number, row in enumerate(parquet_rows(Path(source)), start=1):
-            yield f"{source}, row {number}", row
-    else:
-        for number, line in enumerate(read_lines(Path(source)), start=1):
-            where = f"{source}, line {number}"
-            if line.strip():
-                try:
-                    yield where, parse_json(line)
-                except ValueError as error:
-                    raise DataError(f"{where}: invalid JSON: {error}") from None
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     formats = "; ".join(f"{name}: {', '.join(each.sources)}" for name, each in FORMATS.items()
@@ -179,7 +158,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.epilog = f"Formats (same prompts as lm-eval) and their hub datasets: {formats}"
     parser.add_argument(
-        "source", metavar="SOURCE", help="hf:NAME[:CONFIG][:SPLIT], or a .jsonl or .parquet file"
+        "source",
+        metavar="SOURCE",
+        help="hf:NAME[:CONFIG][:SPLIT], or .jsonl or .parquet files: a file, a folder or a quoted "
+        "glob",
     )
     parser.add_argument("--output", type=output_path, required=True, help="output .jsonl file")
     parser.add_argument(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow
 from pyarrow.parquet import ParquetFile
@@ -20,7 +20,7 @@ from parallel.error_text import first_line
 from scripts.command import counted
 from scripts.data.compression import read_lines, rewritten
 from scripts.data.hub import HubInput, Row
-from scripts.data.sources import Input, Position
+from scripts.data.sources import FileInput, Input, Position
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer, parse_json
 
@@ -122,22 +122,29 @@ def _key(each: Input, options: ReadOptions) -> str:
 
 
 def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
-    key = _key(each, options)
-    if isinstance(each, HubInput) or each.kind == ".parquet":
-        rows = each.rows() if isinstance(each, HubInput) else parquet_rows(each.path, key)
-        for number, row in enumerate(rows, start=1):
-            yield row_text(row, f"{each}, row {number}", key)
-    elif each.kind == ".jsonl":
-        yield from _json_documents(read_lines(each.path), each.path, key)
-    else:
+    if isinstance(each, FileInput) and not each.has_keys:
         yield from _text_documents(read_lines(each.path), each.path, options.document_bytes)
+        return
+    key = _key(each, options)
+    for where, row in rows_of(each, key):
+        yield row_text(row, where, key)
 
 
-def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
-    """Yield every row of a Parquet file, reading only the column `key` if it exists.
+def rows_of(each: Input, key: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield each row of a JSON lines, Parquet or hub input, with its location for error messages.
 
-    Raises DataError if the file is missing, damaged or not Parquet.
+    If `key` is a column of a Parquet file, only this column is read. Raises DataError if the input
+    cannot be read.
     """
+    if isinstance(each, FileInput) and each.kind == ".jsonl":
+        yield from _json_rows(read_lines(each.path), each.path)
+        return
+    rows = each.rows() if isinstance(each, HubInput) else _parquet_rows(each.path, key)
+    for number, row in enumerate(rows, start=1):
+        yield f"{each}, row {number}", row
+
+
+def _parquet_rows(path: Path, key: str | None) -> Iterator[Row]:
     _check_parquet(path)
     try:
         with ParquetFile(path) as file:
@@ -209,7 +216,7 @@ def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
+def _json_rows(lines: Iterable[bytes], path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -221,7 +228,7 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
             raise DataError(f"{where}: invalid JSON: {error}; {remedy}") from None
         if isinstance(row, list):
             raise DataError(f"{where}: rows must be objects, got a list; {_rewrite('.[]', path)}")
-        yield row_text(row, where, key)
+        yield where, row
 
 
 def _remedy(number: int, line: bytes, path: Path) -> str:

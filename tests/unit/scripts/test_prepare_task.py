@@ -267,7 +267,7 @@ def test_rows_become_examples(tmp_path, capsys):
         ),
         (ROWS["boolq"][0] | {"label": -1}, "boolq", "line 1: answer must be the index of one of 2"),
         (ROWS["piqa"][0] | {"sol1": None}, "piqa", "line 1: choices must be at least two strings"),
-        ([1], "plain", r"line 1: the row must have the format plain, .* got \[1\]"),
+        ([1], "plain", "line 1: rows must be objects, got a list; write one row per line: jq"),
         (
             {key: value for key, value in ROWS["piqa"][0].items() if key != "sol1"},
             "piqa",
