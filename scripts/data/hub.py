@@ -1,21 +1,16 @@
 """Read datasets and tokenizers from the Hugging Face hub. No other module imports `datasets`."""
 
 import logging
-import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from parallel.error_text import first_line
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer
 
-WAITS: Final = (2.0, 8.0, 32.0, 128.0)
-"""Seconds to wait before each retry when reading a file from the hub fails."""
 Row = dict[str, object]
 
 
@@ -51,37 +46,19 @@ class HubInput:
         return [replace(pinned, file=(number, count)) for number in range(count)]
 
     def rows(self) -> Iterator[Row]:
-        """Stream all rows without downloading whole files.
+        """Stream all rows without downloading whole files; `datasets` retries failed requests.
 
-        If the hub fails, wait and continue after the last row read. Raises DataError if the dataset
-        cannot be opened or read.
+        Raises DataError if the dataset cannot be opened or read.
         """
-        waits = () if self.file is None or Path(self.name).exists() else WAITS
-        done, left = 0, list(waits)
-        while True:
-            try:
-                for row in islice(self._rows(), done, None):
-                    yield row
-                    done, left = done + 1, list(waits)
-                return
-            # `datasets` raises its own exceptions, OSError, ValueError and HTTP library exceptions
-            except Exception as error:
-                if not left and isinstance(error, DataError):
-                    raise
-                if not left:
-                    hint = "check the name and the network"
-                    raise DataError(f"cannot read {self}: {first_line(error)}; {hint}") from None
-                wait = left.pop(0)
-                problem = first_line(error)
-                print(f"{self}: {problem}; retrying in {wait:.0f} s", file=sys.stderr)
-            time.sleep(wait)
-
-    def _rows(self) -> Iterable[Row]:
         stream = _stream(self)
-        if self.file is None:
-            return stream
-        number, count = self.file
-        return stream.shard(num_shards=count, index=number)
+        if self.file is not None:
+            number, count = self.file
+            stream = stream.shard(num_shards=count, index=number)
+        try:
+            yield from stream
+        # `datasets` raises its own exceptions, OSError, ValueError and HTTP library exceptions
+        except Exception as error:
+            raise _unreadable(self, error) from None
 
     def __str__(self) -> str:
         part = "" if self.file is None else f", file {self.file[0] + 1} of {self.file[1]}"
@@ -96,9 +73,11 @@ def _stream(each: HubInput) -> Any:
     try:
         return _opened(each.name, each.config, each.split, each.revision)
     except Exception as error:  # exceptions from many libraries, as above
-        raise DataError(
-            f"cannot read {each}: {first_line(error)}; check the name and the network"
-        ) from None
+        raise _unreadable(each, error) from None
+
+
+def _unreadable(each: HubInput, error: Exception) -> DataError:
+    return DataError(f"cannot read {each}: {first_line(error)}; check the name and the network")
 
 
 @lru_cache(maxsize=16)
