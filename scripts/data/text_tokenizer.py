@@ -92,10 +92,9 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
         DataError: there is no usable tokenizer.json, or the EOD token is unknown or ambiguous.
     """
     path = source / TOKENIZER_FILE if source.is_dir() else source
-    _check_form(source)
     names = (TOKENIZER_FILE, *COMPANIONS) if source.is_dir() else ()
     files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
-    content = read_tokenizer_json(path)
+    content = _content(path)
     if content["model"].get("dropout"):
         raise DataError(
             f"{path}: model.dropout must be null, got {content['model']['dropout']!r:.40}: dropout "
@@ -123,40 +122,18 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     return PreparedTokenizer(entry, files)
 
 
-def _check_form(source: Path) -> None:
-    """Raise DataError if a file, or a folder without tokenizer.json, uses a different tokenizer
-    format."""
-    if (source / TOKENIZER_FILE).is_file() or not source.exists():
-        return
-    files = [source] if source.is_file() else sorted(filter(Path.is_file, source.iterdir()))
-    for file in files:
-        form = _form(file)
-        if form is not None:
-            folder = source if source.is_dir() else source.parent
-            raise DataError(
-                f"{file} is {form}, not a tokenizer.json; convert a Hugging Face folder with "
-                'python -c "from transformers import AutoTokenizer; '
-                f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}-fast')\", "
-                f"then pass --tokenizer {folder}-fast"
-            )
-
-
-def _form(file: Path) -> str | None:
-    """Return a file's tokenizer format, or None if unknown.
-
-    SentencePiece files start with their first piece, a nested protocol buffer field.
-    """
-    with file.open("rb") as content:
-        head = content.read(1 << 16)
-    if re.match(rb"\n[\x02-\x7f]\n[\x00-\x7f]", head) and file.suffix != ".json":
-        return "a SentencePiece model"
-    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", head):
-        return "a tiktoken vocabulary"
-    if head.lstrip().startswith(b"{") and b'"token_bytes"' in head and b'"config"' in head:
-        return "a tekken vocabulary"
-    if file.name in ("vocab.json", "vocab.txt", "merges.txt"):
-        return "the vocabulary of a slow tokenizer"
-    return None
+def _content(path: Path) -> dict[str, Any]:
+    """Parse a tokenizer.json. The error for any other file explains how to convert a tokenizer."""
+    try:
+        return read_tokenizer_json(path)
+    except DataError as error:
+        folder = path.parent
+        raise DataError(
+            f"{error}; to convert a SentencePiece, tiktoken or slow tokenizer: "
+            'python -c "from transformers import AutoTokenizer; '
+            f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}-fast')\", then "
+            f"pass --tokenizer {folder}-fast"
+        ) from None
 
 
 def own_file(folder: Path, name: str) -> bytes | None:
