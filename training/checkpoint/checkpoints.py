@@ -49,7 +49,7 @@ from training.checkpoint.stored_checkpoint import (
 )
 from training.config import InvalidConfigError
 from training.config.binding import bind
-from training.errors import BrokenCheckpointError, InputError, near_name
+from training.errors import Aid, BrokenCheckpointError, InputError, near_name
 from training.json_file import parse_json, read_regular, real_path
 
 FOLDER: Final = "checkpoints"
@@ -313,34 +313,37 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
 
     Keeps the `keep_last` newest complete checkpoints (None keeps all). If `keep_every` is given,
     also keeps complete checkpoints whose step is a multiple of `keep_every`. Never removes broken
-    checkpoints. Leftovers of an interrupted call are removed first.
+    checkpoints. Leftovers of an interrupted call are removed first. A folder that cannot be removed
+    does not stop the removal of the others; its OSError is raised at the end.
     """
-    for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
-        delete(leftover)
-    if keep_last is None:
-        return []
+    leftovers = [*(Path(run_dir) / FOLDER).glob(".removing-*")]
     whole: list[int] = []
-    for step in steps(run_dir):
+    for step in [] if keep_last is None else steps(run_dir):
         with contextlib.suppress(InputError):  # the checkpoint is broken
             whole.append(_complete(step_folder(run_dir, step)).step)
     doomed = superseded(whole, keep_last, keep_every)
-    for step in doomed:
-        remove(step_folder(run_dir, step))
+    with contextlib.ExitStack() as removals:  # runs every callback, the last one first
+        for step in reversed(doomed):
+            removals.callback(remove, step_folder(run_dir, step))
+        for leftover in leftovers:
+            removals.callback(delete, leftover)
     return doomed
 
 
 def sweep(run_dir: str | Path) -> list[str]:
     """Remove unfinished and partially removed checkpoints and return their names.
 
-    No other process may be using the run folder.
+    Those that cannot be removed only cause a warning. No other process may be using the run folder.
     """
     folder = Path(run_dir) / FOLDER
     if not folder.is_dir():
         return []
-    names = sorted(path.name for path in folder.iterdir() if UNFINISHED.fullmatch(path.name))
-    for name in names:
-        delete(folder / name)
-    return names
+    removed = []
+    for name in sorted(path.name for path in folder.iterdir() if UNFINISHED.fullmatch(path.name)):
+        with Aid(f"{folder / name} is not removed"):
+            delete(folder / name)
+            removed.append(name)
+    return removed
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:

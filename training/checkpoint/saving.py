@@ -40,7 +40,8 @@ ATTEMPTS: Final = 2
 """Maximum number of attempts to save a checkpoint. A second attempt keeps a single disk failure
 from ending the run."""
 SLOW: Final = 60.0
-"""Seconds of waiting for a save before the first warning. The time doubles with each warning."""
+"""Seconds of waiting for a save or a removal before the first warning. The time doubles with each
+warning about a save."""
 REFUSALS: Final = 3
 """Number of consecutive checkpoints with non-finite values after which a run ends."""
 
@@ -88,6 +89,7 @@ class Saver:
         self._sealing: Future[Path] | None = None
         self._retiring: Future[None] | None = None
         self._retired = Aid("older checkpoints are not removed")
+        self._removal_is_slow = False
         self._problem: WriterError | None = None
         self._refused = 0
 
@@ -103,7 +105,6 @@ class Saver:
         and FolderError if the run folder was moved, removed or taken over by another run.
         """
         assert self._pending is None
-        self._wait_for_removal()
         self._meta = {**self.facts, **meta}
         self._attempt = 1
         self._generators = on_first(rng_state())
@@ -146,7 +147,8 @@ class Saver:
         return True
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
-        """Wait for a save in progress to complete and for old checkpoints to be removed.
+        """Wait for a save in progress to complete, and up to `SLOW` seconds for old checkpoints to
+        be removed.
 
         `failed_anywhere` takes a bool and returns whether it is True on any rank. `beat` is called
         periodically, but not after `SLOW` seconds, because the disk may never answer. Raises
@@ -159,16 +161,17 @@ class Saver:
                 if waited < SLOW:
                     beat()
                 elif waited >= next_warning:
-                    self._say_slow(waited)
+                    self._say_slow(f"step {self._meta['step']} is not saved", waited)
                     next_warning *= 2
             if failed_anywhere(self._problem is not None):
                 self.fail()
             else:
                 self.advance()
-        self._wait_for_removal()
+        if self._retiring is not None:
+            self._wait_for_removal(self._retiring)
 
-    def _say_slow(self, seconds: float) -> None:
-        text = f"step {self._meta['step']} is not saved after waiting for {seconds:.0f} s"
+    def _say_slow(self, text: str, seconds: float) -> None:
+        text = f"{text} after waiting for {seconds:.0f} s"
         where = f"is {self._folder.parent} on a slow or stuck disk?"
         print(f"warning: rank {self.groups.rank}: {text}; {where}", flush=True)
 
@@ -189,8 +192,9 @@ class Saver:
         self._refused = 0
         if self._sealing is not None:
             print(f"saved {self._sealing.result()}", flush=True)
-            # Run in the background, because removing large files is slow.
-            self._retiring = _in_background(self._retire)
+            if self._retiring is None:
+                # Run in the background, because removing large files is slow.
+                self._retiring = _in_background(self._retire)
         self._reset()
 
     def _seal(self, pending: PendingSave, written: Sequence[Written]) -> Path:
@@ -218,10 +222,16 @@ class Saver:
                 self.config.run.dir, keep_last=keep.keep_last, keep_every=keep.keep_every
             )
 
-    def _wait_for_removal(self) -> None:
-        retiring, self._retiring = self._retiring, None
-        if retiring is not None:
-            retiring.result()
+    def _wait_for_removal(self, removal: Future[None]) -> None:
+        """Wait up to `SLOW` seconds, once, for a removal to finish. A removal that takes longer
+        continues in the background, because it must not hold up training."""
+        wait([removal], 0 if self._removal_is_slow else SLOW)
+        if removal.done():
+            removal.result()
+            self._retiring = None
+        elif not self._removal_is_slow:
+            self._say_slow("older checkpoints are not removed", SLOW)
+        self._removal_is_slow = not removal.done()
 
     def fail(self) -> None:
         """Retry a failed save on every rank, with the same state.

@@ -281,6 +281,23 @@ def test_waiting_for_a_disk_that_hangs_is_said_and_is_no_progress(
     assert set(said) == {f"{config.run.dir}/checkpoints"} and 2 <= len(said) <= 8
 
 
+def test_a_removal_that_hangs_holds_up_no_save(run, monkeypatch, capsys, tmp_path):
+    retire, answers, begun = checkpoints.retire, threading.Event(), list[int]()
+
+    def hang(*folder: Any, **keep: Any) -> Any:
+        begun.append(len(begun))
+        answers.wait(60)
+        return retire(*folder, **keep)
+
+    monkeypatch.setattr(saving, "SLOW", 0.1)
+    monkeypatch.setattr(checkpoints, "retire", hang)
+    assert run().step == END
+    assert steps(tmp_path / "run") == [2, 4, END] and begun == [0]
+    said = capsys.readouterr().out
+    assert said.count("older checkpoints are not removed after waiting for 0 s; is ") == 1
+    answers.set()
+
+
 @pytest.mark.parametrize(("hang", "timeout"), [(8.0, 600.0), (600.0, 100.0), (50.0, 60.0)])
 def test_a_heartbeat_is_of_now_and_stacks_precede_the_timeout(hang, timeout, tmp_path, monkeypatch):
     armed: list[float] = []

@@ -354,6 +354,25 @@ def test_checkpoints_that_cannot_be_removed_end_no_run(folder, world, monkeypatc
     assert not list((folder / "run" / "checkpoints").glob(".*"))
 
 
+def test_one_folder_that_cannot_be_removed_keeps_no_other(folder, world, monkeypatch, capsys):
+    keys = {"checkpoint__interval": 1, "checkpoint__keep_last": 1, "train__steps": 5}
+    delete = checkpoints.delete
+
+    def refuse_the_first(path: Path) -> None:
+        if "step_00000001" in path.name:
+            raise OSError(39, "Directory not empty", str(path))
+        delete(path)
+
+    monkeypatch.setattr(checkpoints, "delete", refuse_the_first)
+    assert train(config_of(folder, **keys, train__exit_step=4), world).step == 4
+    assert train(config_of(folder, **keys), world).step == 5
+    said = capsys.readouterr().out
+    assert said.count("warning: older checkpoints are not removed: Directory not empty: ") == 2
+    (left,) = (folder / "run" / "checkpoints").glob(".*")
+    assert f"warning: {left} is not removed: Directory not empty" in said
+    assert steps(folder / "run") == [5]
+
+
 def test_saves_that_are_slower_than_their_interval_are_whole(folder, world, monkeypatch) -> None:
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.05), sync(file)))
