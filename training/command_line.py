@@ -61,6 +61,8 @@ LAUNCHED: Final = (
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
 """Environment variables that launchers set to non-negative integers."""
+TASKS: Final = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+"""Environment variables in which other launchers store their number of processes."""
 LAST_PORT: Final = 65535
 
 
@@ -71,7 +73,8 @@ def own_rank() -> int:
 
 
 def check_launched() -> None:
-    """Raise ConfigError if a launcher variable is not a valid number, rank or port."""
+    """Raise ConfigError if a launcher variable is not a valid number, rank or port, or if a
+    launcher that sets no ranks started several processes."""
     given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     problems = [
         f"the environment variable {name} must be a non-negative integer, got {text!r:.40}"
@@ -85,6 +88,14 @@ def check_launched() -> None:
         ]
     if not problems and int(port := given.get("MASTER_PORT", "0")) > LAST_PORT:
         problems = [f"the environment variable MASTER_PORT must be at most {LAST_PORT}, got {port}"]
+    for name, launcher in {} if "WORLD_SIZE" in given else TASKS.items():
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            problems.append(
+                f"{launcher} started {count} processes, but each would be a run of its own, "
+                "because the environment variable WORLD_SIZE is not set: start ranks with torchrun "
+                "or --ranks"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -79,6 +79,7 @@ def test_a_run_s_end_has_the_exit_code_of_docs_running(folder, monkeypatch):
         ({"SPECTRAIN_LAUNCHER": "a"}, "SPECTRAIN_LAUNCHER must be a non-negative integer, got 'a'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE = 2, got 2"),
         ({"RANK": "1"}, "RANK must be below WORLD_SIZE = 1 (not set), got 1"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "WORLD_SIZE is not set: start ranks with torchrun"),
     ],
 )
 def test_a_launcher_s_variable_that_is_no_number_is_a_line(variables, said, folder, capsys):
