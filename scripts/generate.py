@@ -77,7 +77,8 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
 
     from scripts.huggingface.model_folder import load_whole, read_settings
 
-    end = read_settings(folder).get("eos_token_id")
+    end = read_settings(folder).get("eos_token_id")  # one id or several
+    ends = end if isinstance(end, list) and end else [end]
     logging.disable_progress_bar()
     torch.manual_seed(options.seed or 0)
     try:
@@ -90,7 +91,12 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False, verbose=False)
     if prompt["input_ids"].shape[1] == 0:
         raise InputError(f"the prompt must have at least one token, got {options.prompt!r:.40}")
-    decoded = tokenizer.decode(prompt["input_ids"][0], clean_up_tokenization_spaces=False)
+    ids = prompt["input_ids"][0].tolist()
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.special and number in ids:
+            name = printable(token.content)
+            print(f"{name} in the prompt is read as a special token, not as text", file=sys.stderr)
+    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     if decoded != options.prompt:
         print(f"the tokenizer changes the prompt to {printable(decoded)!r}", file=sys.stderr)
     positions, length = model.config.max_position_embeddings, prompt["input_ids"].shape[1]
@@ -111,14 +117,16 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     model.generation_config = GenerationConfig(
         max_new_tokens=tokens,
         eos_token_id=end,
-        pad_token_id=end,
+        pad_token_id=ends[0],
         **(sampling if options.temperature else {}),
     )
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
-    missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())
+    ids = written[0].tolist()
+    missing = set(ids) - set(tokenizer.get_vocab().values())
     if missing:
         raise InputError(f"the model generated token {min(missing)}, which is not in its tokenizer")
-    text: str = tokenizer.decode(written[0], skip_special_tokens=True)
+    ids = ids[:-1] if ids[-1] in ends else ids
+    text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return text
 
 

@@ -186,6 +186,13 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal
     (out / "generation_config.json").write_text(json.dumps(surprises))
     assert generate([str(out), "A matrix", "--tokens", "8"]) == 0
     assert capsys.readouterr().out == texts[0]
+    settings = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(settings | {"eos_token_id": [0, 1]}))
+    assert generate([str(out), "A<|endoftext|>matrix", "--tokens", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("A<|endoftext|>matrix")
+    assert said.err == "<|endoftext|> in the prompt is read as a special token, not as text\n"
+    (out / "config.json").write_text(json.dumps(settings))
     drawn = []
     for seed in "112":
         sampling = ["--tokens", "8", "--temperature", "5", "--seed", seed]
