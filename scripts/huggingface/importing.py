@@ -26,6 +26,7 @@ from parallel.error_text import first_line
 from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.equivalence import offline
 from scripts.huggingface.export import INDEX_FILE
+from scripts.huggingface.model_folder import read_settings
 from scripts.weights_only import write_checkpoint
 from spectral.batching import grouped
 from training.checkpoint.stored_checkpoint import named
@@ -86,7 +87,10 @@ def import_model(
 
 def their_settings(source: Path) -> dict[str, Any]:
     """Return the settings in the config.json of `source`, filling in transformers' defaults for
-    missing keys."""
+    missing keys.
+
+    Raises InputError if the file cannot be used, or if it has two different RoPE bases.
+    """
     path = source / "config.json"
     if not path.is_file():
         raise InputError(
@@ -100,6 +104,14 @@ def their_settings(source: Path) -> dict[str, Any]:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many exception types for unknown models
         raise InputError(f"{path}: {first_line(error)}") from error
+    written = read_settings(source)
+    base, rope = written.get("rope_theta"), written.get("rope_parameters") or {}
+    if base is not None and rope.get("rope_theta", base) != base:
+        raise InputError(
+            f"{path}: rope_theta, read by transformers 4, is {base}, but "
+            f"rope_parameters.rope_theta, read by transformers 5, is {rope['rope_theta']}; remove "
+            "the wrong one"
+        )
     settings: dict[str, Any] = config.to_dict()
     # Add the aliases under which transformers also reads some settings.
     return settings | {alias: settings[name] for alias, name in config.attribute_map.items()}
@@ -268,8 +280,15 @@ def copy_tokenizer(source: Path, folder: Path, rows: int) -> dict[str, dict[str,
                         f"note: {source / name} has {ids:,} token ids, but the model has {rows:,}, "
                         "so exporting this model requires --tokenizer PATH or --no-tokenizer"
                     )
-            elif name.endswith(".json") and not isinstance(parse_json(content), dict):
-                raise ValueError("the content must be a JSON object")
+            elif name.endswith(".json"):
+                if not isinstance(values := parse_json(content), dict):
+                    raise ValueError("the content must be a JSON object")
+                ends = values.get("eos_token_id")
+                if isinstance(ends, list) and len(ends) > 1:
+                    print(
+                        f"note: {source / name} has several end tokens, {ends}, but exporting this "
+                        "checkpoint would keep only the tokenizer's end-of-document token"
+                    )
         except Exception as error:  # tokenizers raises bare Exception
             raise InputError(f"{source / name} cannot be used: {error!s:.200}") from None
     for name, content in files.items():

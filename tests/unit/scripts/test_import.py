@@ -159,11 +159,13 @@ def test_training_begins_with_the_imported_weights(tokens, tmp_path, world, caps
     save_file(their_model(source, path), source / "consolidated.safetensors")
     settings = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.1}))
+    (source / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
     options = ["--config", str(path), "model.vocab_size=null"]  # as in config.json
     assert main(["import", str(source), str(weights), *options]) == 0
     said = capsys.readouterr().out
     assert f"note: {source} has attention_dropout 0.1, but runs train without dropout" in said
     assert f"note: not read: consolidated.safetensors in {source}" in said
+    assert "generation_config.json has several end tokens, [0, 5], but exporting" in said
     # The updates are too small for any change, so the loss after a step equals the first.
     still = ["optimizer.matrix.rule=adamw", *(f"optimizer.{group}.lr=1e-30" for group in GROUPS)]
     config = load_config(path, [f"checkpoint.initialize_from={weights}", *still])
@@ -207,9 +209,12 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     assert "hidden_size is 128, but the config's model has 64" in changed(hidden_size=128)
     rope = {"rope_type": "default", "rope_theta": 5e5}
     assert "rope_theta is 500000" in changed(rope_parameters=rope, rope_theta=5e5)
+    line = changed(rope_theta=5e5)
+    assert "is 500000.0, but rope_parameters.rope_theta" in line and " 5, is 10000.0;" in line
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
     assert "Missing required keys" in changed(rope_parameters=rope)
-    assert "rope_type must be one of" in changed(rope_parameters={**rope, "rope_type": "dynamic"})
+    rope = {**rope, "rope_type": "dynamic"}
+    assert "rope_type must be one of" in changed(rope_parameters=rope, rope_theta=5e5)
     assert "attention_bias is True" in changed(attention_bias=True)
     assert "is_causal is False" in changed(is_causal=False)
     assert "config.json: " in changed(model_type="no_such")
