@@ -194,7 +194,8 @@ def train(
                 write_failure(run_dir, trainer.progress.step, groups.rank, error)
             raise
         if log is not None:
-            log.conclude(outcome, unigram_comparison(validation, outcome.validation))
+            comparison = unigram_comparison(validation, outcome.validation)
+            log.conclude(outcome, comparison, resume)
     return outcome
 
 

@@ -211,17 +211,21 @@ class RunLog:
         self.events.close()
         self.trackers.close()
 
-    def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
+    def conclude(
+        self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]], resume: str
+    ) -> None:
         """Print the outcome of the run, and mark it as done if it reached its last step.
 
-        `comparison` contains the name, loss and unigram entropy of each validation set.
+        `comparison` contains the name, loss and unigram entropy of each validation set. `resume` is
+        the option with which the run was started.
         """
         steps, folder = self.config.train.steps, self.config.run.dir
         for text in self.trackers.dropped:
             print(text, flush=True)
         if outcome.stopped is not None:
             text = f"stopped by {outcome.stopped} after step {outcome.step} of {steps}"
-            advice = "rerun the same command to resume"
+            command = "the same command" if resume == "latest" else "the command without --resume"
+            advice = f"rerun {command} to resume"
             if self.config.checkpoint.interval == 0:
                 advice = "the run was not saved, because checkpoint.interval is 0"
             self.note("stopped", outcome.step, f"{text}; {advice}")

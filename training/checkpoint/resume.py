@@ -23,6 +23,7 @@ from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import CheckpointInfo, ResumeError
 from training.config import Config
 from training.config.optimizer_section import GROUPS
+from training.config.schedule import step_factor
 from training.config.yaml_files import flat
 from training.data.hashes import file_sha256
 from training.data.manifest import Manifest
@@ -204,19 +205,31 @@ def announced(
 ) -> list[str]:
     """Return a message for each accepted change since the checkpoint that affects metrics.
 
-    The changes are those of allowed kinds; those of validation, tasks and spike detection; and
-    those that affect rounding or speed: layout, micro-batch, implementations, and the software and
-    device in `machine`.
+    The changes are those of allowed kinds, and the resulting change of the learning rate; those of
+    validation, tasks and spike detection; and those that affect rounding or speed: layout,
+    micro-batch, implementations, and the software and device in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
     kinds = differences(saved, now, now.keys() - allowed).values()
     other_settings = changes(*map(_other_settings, (info.config, config)))
+    factors = (
+        {"learning-rate factor of the next step": next_factor(info, each)}
+        for each in (info.config, config)
+    )
     environment = (
         changes(*_in_both(info.meta.get(kind), machine[kind]))
         for kind in ("layout", "device", "versions")
     )
-    return [str(change) for change in chain(*kinds, other_settings, *environment)]
+    every = chain(*kinds, changes(*factors), other_settings, *environment)
+    return [str(change) for change in every]
+
+
+def next_factor(info: CheckpointInfo, config: Config) -> str:
+    """Return the learning-rate factor, under `config`, of the step after the checkpoint."""
+    progress = info.meta["progress"]
+    factor = step_factor(progress["step"], progress["tokens"], config.train, config.schedule)
+    return f"{factor:.4g}"
 
 
 def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -435,7 +448,10 @@ def start_over(run_dir: str | Path) -> None:
 
 
 def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[str]) -> None:
-    different = differences(saved_identity(info), now, allowed)
+    saved = saved_identity(info)
+    if saved["model"]["weights"] != now["model"]["weights"]:  # the weights cannot be loaded
+        allowed = {*allowed} - {"model"}
+    different = differences(saved, now, allowed)
     if different:
         raise ResumeError(refusal(str(info.path), different, "pc.level" in now["model"]))
 

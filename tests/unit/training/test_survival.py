@@ -282,15 +282,19 @@ def test_a_closed_terminal_stops_a_run_but_under_nohup(before, reason, tmp_path)
     signal.signal(signal.SIGHUP, ours)
 
 
-def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world):
-    """Waiting for a save drops the running exchange of stop requests."""
+def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world, capsys):
+    """Waiting for a save drops the running exchange of stop requests. `--resume 1` again would
+    repeat the steps after it."""
 
     def stop(step: int, result: StepResult) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    outcome = train(config_of(folder, checkpoint__interval=1), world, on_step=stop)
-    assert outcome.stopped == "a signal" and 3 <= outcome.step < 10
+    config = config_of(folder, checkpoint__interval=1)
+    for resume, advice in (("latest", "the same command"), ("1", "the command without --resume")):
+        outcome = train(config, world, on_step=stop, resume=resume)
+        assert outcome.stopped == "a signal" and 3 <= outcome.step < 10
+        assert f"; rerun {advice} to resume\n" in capsys.readouterr().out
 
 
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):

@@ -61,7 +61,8 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
         "train__global_batch": 4,
         "train__micro_batch": 2,
         "train__loss_chunk": 60,
-        "checkpoint__allow_change": "[train]",
+        "schedule__warmup_steps": 4,
+        "checkpoint__allow_change": "[train,schedule]",
     }
     run(4, **keys)
     printed, events = capsys.readouterr().out, (tmp_path / "run" / "events.jsonl").read_text()
@@ -70,6 +71,7 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
         "validation.samples was 5, is 3",
         "validation.more was absent, is there",
         "global_batch was 8, is 4",
+        "learning-rate factor of the next step was 1, is 0.75",
         "train.micro_batch was 4, is 2",
         "train.loss_chunk was None, is 60",
         "ranks was 3, is 1",
