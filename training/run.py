@@ -26,6 +26,7 @@ from training.checkpoint.resume import (
     identity,
     modification_times,
     run_id,
+    tracker_id,
 )
 from training.checkpoint.saving import CheckpointError, Saver
 from training.checkpoint.stored_checkpoint import CheckpointInfo
@@ -100,6 +101,7 @@ class Beginning:
     facts: Identity
     machine: Mapping[str, Mapping[str, Any]]
     run_id: str
+    tracker_id: str
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -107,8 +109,8 @@ class Beginning:
         origin = self.weights.origin if self.weights is not None else None
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
-        kept = {"identity": self.facts, "run_id": self.run_id, "initialized_from": origin}
-        return {**kept, **self.machine}
+        ids = {"run_id": self.run_id, "tracker_id": self.tracker_id}
+        return {"identity": self.facts, **ids, "initialized_from": origin, **self.machine}
 
 
 def train(
@@ -174,7 +176,14 @@ def train(
             interrupts.training_begins(saves=config.checkpoint.interval > 0)
         first_rank(lambda: mark_started(run_dir))
         name = run_id(start.meta if start is not None else {})
-        beginning = Beginning(start, weights, facts, machine_facts(config, groups), name)
+        beginning = Beginning(
+            start,
+            weights,
+            facts,
+            machine_facts(config, groups),
+            name,
+            tracker_id(start, run_dir, name),
+        )
         log = open_log(trainer, data, beginning, kernel)
         if log is not None:
             stack.callback(log.close)
@@ -298,7 +307,7 @@ def open_log(
         routes,
         data,
         counts,
-        beginning.run_id,
+        beginning.tracker_id,
         progress,
         trainer.monitors.interval,
         contents_of(beginning.facts),

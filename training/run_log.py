@@ -59,7 +59,7 @@ class RunLog:
         routes: Sequence[Route],
         data: TrainingData,
         warned: Mapping[str, float],
-        run_id: str,
+        tracker_id: str,
         progress: Progress,
         monitor_interval: int,
         contents: Mapping[str, str | None],
@@ -67,7 +67,7 @@ class RunLog:
         """Open the logs of a run that continues from `progress`.
 
         warned     number of warnings already reported, as returned by `SpectralMetrics.state`
-        run_id     run id for trackers
+        tracker_id   run id for trackers
         monitor_interval   monitor interval in steps, as in `Monitors`
         contents   hash of each token set and of the tokenizer, for data.json
         """
@@ -123,7 +123,7 @@ class RunLog:
         kind = "continued" if step else "started"
         self.events.append(event(kind, step, "", intervals=intervals))
         warn = partial(self.note, "warning")
-        self.trackers = Trackers(config, run_id=run_id, step=step, warn=warn)
+        self.trackers = Trackers(config, run_id=tracker_id, step=step, warn=warn)
         for text in damaged:
             self.note("warning", step, text)
         self.warned = dict(warned)

@@ -471,6 +471,23 @@ def check_content(info: CheckpointInfo) -> None:
 
 
 def run_id(meta: Mapping[str, Any]) -> str:
-    """Return the run's id for trackers: the id in `meta`, or a new id if `meta` is empty. All ranks
-    get the same id."""
+    """Return the run's id: the id in `meta`, or a new id if `meta` is empty. All ranks get the same
+    id."""
     return str(meta["run_id"]) if meta else first_rank(lambda: secrets.token_hex(4))
+
+
+def tracker_id(start: CheckpointInfo | None, run_dir: str, run: str) -> str:
+    """Return the id under which trackers know a run with the id `run`.
+
+    A copy of a run's folder gets another id, so that both can be tracked. A folder counts as a copy
+    if the checkpoint was saved in a different folder that still exists.
+    """
+    if start is None:
+        return run
+
+    def find() -> str:
+        saved = Path(start.config.run.dir)
+        copied = saved.is_dir() and not saved.samefile(run_dir)
+        return secrets.token_hex(4) if copied else str(start.meta.get("tracker_id", run))
+
+    return first_rank(find)

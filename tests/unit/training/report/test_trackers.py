@@ -1,5 +1,6 @@
 """Trackers get every reported step, continue with the run, and cannot stop it."""
 
+import shutil
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
+from training.checkpoint.checkpoints import read_checkpoint
 from training.config import Config
 from training.run import train
 
@@ -65,6 +67,19 @@ def test_a_continued_run_is_the_same_one(config, world, service):
     assert steps == [2, 4]
     train(config("wandb", checkpoint__interval=2), world, resume="none")
     assert service.runs[2]["id"] != first["id"]
+
+
+def test_a_copy_of_a_run_is_tracked_as_another(config, world, service, tmp_path):
+    keys = {"checkpoint__interval": 2, "train__exit_step": 2}
+    train(config("wandb", **keys), world)
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for step in (3, 4):
+        train(config("wandb", **keys | {"run__dir": copy, "train__exit_step": step}), world)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    train(config("wandb", run__dir=tmp_path / "moved", checkpoint__interval=2), world)
+    first, second, third, moved = (run["id"] for run in service.runs)
+    assert first == moved != second == third
+    assert len({read_checkpoint(tmp_path / name).meta["run_id"] for name in ("copy", "moved")}) == 1
 
 
 def test_the_folder_of_a_later_start_offline_has_all_steps(config, world, service, monkeypatch):
