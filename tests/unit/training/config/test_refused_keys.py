@@ -120,21 +120,23 @@ PATHS = (
 )
 
 
-@pytest.mark.parametrize("key", PATHS)
+PLACES = [
+    ("s3://bucket/x", "must be a local path"),
+    ("gs://bucket/x", "must be a local path"),
+    ("hf://datasets/a/b", "must be a local path"),
+    ("hf:a/b", "must be a local path"),
+    ("dbfs:/x", "must be a local path"),
+    ("file:///x", "must be a local path"),
+    ("$HOME/x", "must be written out, .*oc.env:HOME}' for the"),
+    ("/data/$USER/x", "must be written out, .*oc.env:USER}' for the"),
+    ("~/x", "must be written out, .*oc.env:HOME}' for the"),
+    ("'~'", "must be written out, .*oc.env:HOME}' for the"),
+]
+
+
 @pytest.mark.parametrize(
-    ("path", "rule"),
-    [
-        ("s3://bucket/x", "must be a local path"),
-        ("gs://bucket/x", "must be a local path"),
-        ("hf://datasets/a/b", "must be a local path"),
-        ("hf:a/b", "must be a local path"),
-        ("dbfs:/x", "must be a local path"),
-        ("file:///x", "must be a local path"),
-        ("$HOME/x", "must be written out, .*oc.env:HOME}' for the"),
-        ("/data/$USER/x", "must be written out, .*oc.env:USER}' for the"),
-        ("~/x", "must be written out, .*oc.env:HOME}' for the"),
-        ("'~'", "must be written out, .*oc.env:HOME}' for the"),
-    ],
+    ("key", "path", "rule"),
+    [("run.dir", *each) for each in PLACES] + [(key, *PLACES[0]) for key in PATHS[1:]],
 )
 def test_a_place_that_is_none_is_refused(minimal, key: str, path: str, rule: str) -> None:
     (said,) = problems(minimal, f"{key}={path}")
