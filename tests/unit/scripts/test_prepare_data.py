@@ -30,7 +30,6 @@ from tests.text_files import (
 from training.data import document_index
 from training.data.manifest import Manifest, read_manifest
 
-SCRIPT = "scripts/prepare_data.py"
 SIZE = 300
 
 
