@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from parallel.comm import groups as process_groups
 from scripts.plot import main
-from scripts.plots import compare, curves, spectra
+from scripts.plots import compare, curves, run_figures, run_page, spectra
 from scripts.plots.run_data import RunData, read_run, run_status
 from scripts.plots.run_figures import FIGURES, RunFigure
 from scripts.plots.run_page import happenings, report
@@ -62,6 +62,13 @@ def folder(shared_folder):
         train(failing, world, on_step=fail)
     process_groups.shutdown()
     return folder
+
+
+@pytest.fixture
+def only_loss(monkeypatch) -> None:
+    """Pages and folders with the loss as their only figure, because drawing is slow."""
+    for module in (compare, run_figures, run_page):
+        monkeypatch.setattr(module, "FIGURES", [each for each in FIGURES if each.name == "loss"])
 
 
 Curve = tuple[str, list[float]]
@@ -292,12 +299,14 @@ def test_a_run_without_figures_is_drawn(kind, change, run):
 
 def test_one_monitored_step_is_drawn(folder, tmp_path):
     """The step is drawn as bars and points, because a curve or an area of one step would be
-    empty."""
-    copy = shutil.copytree(folder / "pc", tmp_path / "run")
-    for name, lines in (("metrics", 2), ("monitors", 1)):
+    empty. Lines that are no JSON are left out, and a name is no mathematics."""
+    copy = shutil.copytree(folder / "pc", tmp_path / "a $_$ b")
+    for name, lines in (("metrics", 2), ("monitors", 1), ("events", None)):
         path = copy / f"{name}.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+        kept = path.read_text().splitlines(keepends=True)[:lines]
+        path.write_text("".join([*kept, '{"step": 7, "train/loss": NaN}\n']))
     assert main([str(copy), "--html"]) == 0
+    assert "a $_$ b</text>" in (copy / "report.html").read_text()
     run = read_run(copy)
     evolution = spectra.evolution(run)
     assert evolution is not None
@@ -337,6 +346,7 @@ def test_the_page_holds_everything_it_shows(folder):
     assert f"<b>{last['train/loss']:.4f}</b>" in text and f"<b>{last['val/loss']:.4f}</b>" in text
 
 
+@pytest.mark.usefixtures("only_loss")
 def test_the_page_says_why_it_has_no_spectra(folder, tmp_path):
     copy = shutil.copytree(folder / "plain", tmp_path / "run")
     assert "Spectra are not computed, because monitors.interval is 0." in report(read_run(copy))
@@ -366,6 +376,7 @@ def test_what_a_rule_reports_is_drawn_by_role(folder, tmp_path):
     assert 'id="rule_reports"' in report(read_run(copy))
 
 
+@pytest.mark.usefixtures("only_loss")
 def test_damaged_lines_are_warned_of_and_texts_of_models_are_harmless(folder, tmp_path, capsys):
     copy = shutil.copytree(folder / "plain", tmp_path / "run")
     lines = (copy / "metrics.jsonl").read_text().splitlines()
@@ -421,6 +432,7 @@ def test_what_cannot_be_drawn_is_refused(command, folder, tmp_path, refusal):
     assert not [*tmp_path.glob("a.*")]
 
 
+@pytest.mark.usefixtures("only_loss")
 def test_figures_are_written_through_no_link(folder, tmp_path, refusal):
     copy, kept = tmp_path / "run", tmp_path / "kept"
     shutil.copytree(folder / "plain", copy)
@@ -429,11 +441,14 @@ def test_figures_are_written_through_no_link(folder, tmp_path, refusal):
     (copy / "figures" / "loss.svg").symlink_to(kept)
     assert main([str(copy)]) == 0
     assert kept.read_text() == "precious"
+    assert main([str(copy), "--output", str(tmp_path / "new" / "figures")]) == 0
+    assert (tmp_path / "new" / "figures" / "loss.svg").exists()
     (copy / "figures").rename(tmp_path / "elsewhere")
     (copy / "figures").symlink_to(tmp_path / "elsewhere")
     assert "figures must not be a symlink; set --output to its target" in refusal(main([str(copy)]))
 
 
+@pytest.mark.usefixtures("only_loss")
 def test_the_status_of_a_run(folder, tmp_path):
     def copied(name: str) -> Path:
         copy = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -492,15 +507,6 @@ def test_a_line_of_other_values_is_named(folder, name, tmp_path, capsys):
         assert f"{name}, line {number}" in text and said in text
 
 
-def test_what_is_no_json_is_left_out_and_a_name_is_no_mathematics(folder, tmp_path):
-    run = shutil.copytree(folder / "pc", tmp_path / "a $_$ b")
-    for name in HOSTILE:
-        (run / name).write_text((run / name).read_text() + '{"step": 7, "train/loss": NaN}\n')
-    output = tmp_path / "new" / "figures"
-    assert main([str(run), "--output", str(output)]) == 0
-    assert "a $_$ b" in (output / "tracked_norms.svg").read_text()
-
-
 def last_loss(run: Path) -> float:
     """Return the last validation loss of a run."""
     return json_lines(run / "metrics.jsonl")[-1]["val/loss"]
@@ -538,6 +544,7 @@ def test_the_curves_of_many_runs_are_those_of_the_best(folder, monkeypatch):
         assert (f"Only the best {most} of 3 runs are shown." in page) is (most < 3)
 
 
+@pytest.mark.usefixtures("only_loss")
 def test_a_page_is_about_some_of_the_runs_in_a_folder(folder, tmp_path):
     page = tmp_path / "two.html"
     chosen = [str(folder / "plain"), str(folder / "deep"), str(folder / "deep" / "failed")]
@@ -546,6 +553,7 @@ def test_a_page_is_about_some_of_the_runs_in_a_folder(folder, tmp_path):
     assert names == ["plain", "deep/failed"]
 
 
+@pytest.mark.usefixtures("only_loss")
 def test_runs_that_are_validated_differently_are_named(folder, tmp_path, capsys):
     """The same config and another content of its validation set, a tokenizer, a link to a run."""
     (tmp_path / "runs").mkdir()
