@@ -16,7 +16,7 @@ def plain(report, name):
     return report.counts[PLAIN_STEP, name]
 
 
-QUICK = {"gemma2", "adamw", "spectral_sphere", "PC layers"}
+QUICK = {"adamw", "spectral_sphere", "PC layers of gemma2"}
 """Families, rules and options that no other test covers; all others are slow tests."""
 
 
@@ -69,6 +69,7 @@ OPTIONS = {
     "recompute selective": {"train__recompute": "selective"},
     "compiled": {"train__compile": "inductor"},
     "PC layers": PC,
+    "PC layers of gemma2": {"family": "gemma2", **PC},
     "Gram penalty": {"gram_penalty__coefficient": 0.001, "gram_penalty__horizon": 1.0},
     "PC layers in the graph": {**PC, "pc__evaluator": "in_graph"},
 }
