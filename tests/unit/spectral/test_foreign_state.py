@@ -4,7 +4,8 @@ import copy
 import io
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,9 +24,22 @@ from spectral.parameter_state import MASTER
 from spectral.polar import largest_value, restart_steps
 from spectral.rules import RULES
 from spectral.tangent_model import partial_fractions
+from tests.slow_cases import slow_but
 
 EVERY_RULE = pytest.mark.parametrize("rule", RULES)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = [torch.bfloat16, torch.float32]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def products(names: str, *values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test with the products of values, dtypes and rules. In `make test` only an
+    elementwise rule and one with state for each matrix meet all others, and other rules the last
+    of them."""
+    cases = [*product(*values, DTYPES, RULES)]
+    fast = [case for case in cases if case[-1] in ("adamw", "spectral_sphere")]
+    last = cases[-1][:-1]
+    fast += [case for case in cases if case[:-1] == last]
+    return pytest.mark.parametrize(f"{names}, dtype, rule", slow_but(fast, cases))
 
 
 class Note:
@@ -135,9 +149,7 @@ COPIES: dict[str, Callable[[SpectralOptimizer, str, torch.dtype], SpectralOptimi
 }
 
 
-@DTYPES
-@EVERY_RULE
-@pytest.mark.parametrize("how", COPIES)
+@products("how", COPIES)
 def test_entries_of_other_programs_are_kept_and_change_no_step(how, rule, dtype) -> None:
     plain = stepped(made(rule, dtype), 3)
     optimizer = made(rule, dtype)
@@ -195,7 +207,7 @@ NUMBERS = [5.0, 5, torch.tensor(5), torch.tensor([5.0]), True, torch.tensor(5.0)
 
 @pytest.mark.parametrize("value", NUMBERS)
 @pytest.mark.parametrize("how", ["load", "write"])
-@DTYPES
+@EVERY_DTYPE
 def test_a_counter_may_be_any_number(value: Any, how: str, dtype: torch.dtype) -> None:
     """As in torch's optimizers, a float of another program's checkpoint is accepted."""
     reference, optimizer = made("adamw", dtype), made("adamw", dtype)
@@ -279,10 +291,7 @@ def refuses(optimizer: SpectralOptimizer, said: str) -> None:
     assert same([optimizer.state.get(p) for p in parameters], state)
 
 
-@DTYPES
-@EVERY_RULE
-@pytest.mark.parametrize("gradient", ["cut too", "whole", "none"])
-@pytest.mark.parametrize("first", [True, False], ids=["new", "after a step"])
+@products("gradient, first", ["whole", "none", "cut too"], [False, True])
 def test_a_parameter_that_is_cut_without_its_state_is_refused(rule, dtype, gradient, first) -> None:
     optimizer = made(rule, dtype)
     if not first:
@@ -327,7 +336,7 @@ def called_in(call: Callable[[], Any]) -> set[str]:
     return names
 
 
-@DTYPES
+@EVERY_DTYPE
 @EVERY_RULE
 def test_an_unchanged_step_checks_nothing_again(rule: str, dtype: torch.dtype) -> None:
     """Checks would take longer than the step. A change is still detected immediately."""
@@ -342,9 +351,7 @@ def test_an_unchanged_step_checks_nothing_again(rule: str, dtype: torch.dtype) -
     assert checks.isdisjoint(called_in(optimizer.step))
 
 
-@DTYPES
-@EVERY_RULE
-@pytest.mark.parametrize("change", ["entries", "state", "dtype", "list"])
+@products("change", ["state", "dtype", "list", "entries"])
 def test_a_step_sees_what_others_replace(change: str, rule: str, dtype: torch.dtype) -> None:
     """Replace each entry, a whole state, the weights, or the list of a group between steps."""
     replaced, in_place = made(rule, dtype), made(rule, dtype)
@@ -366,9 +373,7 @@ def test_a_step_sees_what_others_replace(change: str, rule: str, dtype: torch.dt
         assert all(map(torch.equal, stepped(replaced), stepped(in_place))), name
 
 
-@DTYPES
-@EVERY_RULE
-@pytest.mark.parametrize("steps", [0, 1])
+@products("steps", [0, 1])
 def test_the_state_follows_a_model_to_another_device(rule, dtype, steps) -> None:
     """As in `Muon(model.parameters())` before `model.to(device)`; "meta" stands for the device."""
     optimizer = made(rule, dtype, nonfinite="skip")  # which reads no value
@@ -436,9 +441,7 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@DTYPES
-@EVERY_RULE
-@pytest.mark.parametrize("odd", ODD)
+@products("odd", ODD)
 def test_a_gradient_of_any_strides_is_the_contiguous_one(odd, rule, dtype) -> None:
     plain, optimizer = made(rule, dtype), made(rule, dtype)
     kept = []
@@ -489,7 +492,7 @@ def test_a_copy_knows_the_rule_of_its_state(copied: Callable[[Any], Any]) -> Non
     refuses(optimizer, "must keep its rule 'muon'|must have")
 
 
-@DTYPES
+@EVERY_DTYPE
 def test_a_parameter_that_leaves_takes_its_own_entries_alone(dtype: torch.dtype) -> None:
     optimizer = made("muon", dtype)
     optimizer.step()
