@@ -68,10 +68,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.narrow = nn.Linear(HIDDEN, ROWS, bias=False)
         self.lm_head = nn.Linear(ROWS, TOKENS, bias=False)
 
@@ -91,12 +91,12 @@ PLAN = {
 }
 
 
-def build(how: str, pc: bool = False) -> nn.Module:
+def build(how: str, pc: bool = False, blocks: int = 1) -> nn.Module:
     """Build the model of seed 0 in float64, optionally with PC layers, sharded by `how`."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = Model().double()
+    model = Model(blocks).double()
     if pc and not how.startswith("tp"):
         preconditioned(model, blocks=BLOCKS)
     world = dist.get_world_size()
@@ -206,7 +206,7 @@ def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
 
     Matrices are exchanged in two step groups. The workspace fits one square matrix.
     """
-    shared_matrices.STEP_GROUP_NUMEL = 1500
+    shared_matrices.STEP_GROUP_NUMEL = 700
     WORKSPACE_ELEMENTS["cpu"] = 150
     found: list[dict[str, Any]] = []
     for how, rules, pc in cases:
@@ -373,9 +373,9 @@ def rounded(rules: list[str]) -> list[list[float]]:
 
 def rounded_by(rule: str) -> list[float]:
     """Return the result of `rounded` for one rule."""
-    start, runs = whole(build("fsdp")), []
+    start, runs = whole(build("fsdp", blocks=2)), []
     for dtype in (None, torch.bfloat16):
-        model = build("fsdp")
+        model = build("fsdp", blocks=2)
         optimizer = optimizer_of(model, rule, units={}, exchange_dtype=dtype)
         train(model, optimizer, "fsdp", 0, 1)
         before = optimizer.sent_bytes

@@ -12,7 +12,7 @@ from tests.slow_cases import slow_but
 from tests.stepped_models import TINY
 
 WORKERS = "tests.distributed.workers"
-STEPS = 3
+STEPS = 2
 COMPONENT = {"qkv_units": "component"}
 AT_ONCE = {"overlap_gather": False, "step_groups": 100}
 VARIANTS = [

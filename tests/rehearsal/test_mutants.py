@@ -9,6 +9,7 @@ from tests.rehearsal.programs import H100, BrokenJob, plain_waits, program
 from training.rehearsal.rehearse import combined
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
+SHALLOW = {"model__layers": 1}
 
 
 def broken(perform, config, mutant):
@@ -27,7 +28,7 @@ def broken(perform, config, mutant):
     ],
 )
 def test_accesses_in_no_order_are_found(mutant, words, perform, tmp_path):
-    report = broken(perform, program(tmp_path, 2), mutant)
+    report = broken(perform, program(tmp_path, 2, **SHALLOW), mutant)
     assert report.findings and any(words in finding for finding in report.findings)
     assert not combined([report], 2, H100).ok
 
@@ -49,7 +50,7 @@ def test_accesses_in_no_order_are_found(mutant, words, perform, tmp_path):
     ],
 )
 def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, perform, tmp_path):
-    config = program(tmp_path, 2, **changes)
+    config = program(tmp_path, 2, **SHALLOW | changes)
     report = broken(perform, config, mutant)
     assert report.error is not None and words in report.error and "(at " in report.error
 
@@ -67,7 +68,7 @@ def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, p
     ],
 )
 def test_waits_of_the_host_are_found(mutant, place, changes, perform, tmp_path):
-    config = program(tmp_path, 2, **changes)
+    config = program(tmp_path, 2, **SHALLOW | changes)
     report = broken(perform, config, mutant)
     assert any(each.startswith(place) for each in plain_waits(report)), report.error
 
@@ -78,7 +79,8 @@ def test_waits_of_the_host_are_found(mutant, place, changes, perform, tmp_path):
 def test_products_of_the_optimizer_are_ieee_under_any_forward_pass(
     mutant, found, perform, tmp_path
 ):
-    config = program(tmp_path, 2, rule="spectral_sphere", pc__level=2, train__precision="fp32")
+    keys = {"pc__level": 2, "train__precision": "fp32"}
+    config = program(tmp_path, 2, rule="spectral_sphere", **SHALLOW, **keys)
     report = broken(perform, config, mutant)
     said = [finding for finding in report.findings if "multiplies float32 in TF32" in finding]
     assert bool(said) is bool(found) and len(said) == len(report.findings), report.findings
