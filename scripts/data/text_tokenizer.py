@@ -127,6 +127,8 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         return read_tokenizer_json(path)
     except DataError as error:
+        if path.is_file() == (path.name == TOKENIZER_FILE):  # a bad tokenizer.json or a wrong path
+            raise
         folder = path.parent
         raise DataError(
             f"{error}; to convert a SentencePiece, tiktoken or slow tokenizer: "

@@ -97,19 +97,8 @@ def test_loss_is_found_early(tmp_path, monkeypatch, capsys) -> None:
     assert decoded is not None and int(decoded[1].replace(",", "")) < 1400
 
 
-def sentence_piece() -> bytes:
-    """Return the first pieces of a SentencePiece model, as protocol buffers."""
-    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁the", 1), ("<0x0A>", 6)]
-    content = b""
-    for piece, kind in pieces:
-        text = piece.encode()
-        message = b"\n" + bytes([len(text)]) + text + b"\x15\0\0\0\0" + b"\x18" + bytes([kind])
-        content += b"\n" + bytes([len(message)]) + message
-    return content
-
-
 FORMS = {
-    "tokenizer.model": sentence_piece(),
+    "tokenizer.model": b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02",  # SentencePiece
     "cl100k_base.tiktoken": b"aGVsbG8= 0\nIg== 1\n",
     "vocab.json": b'{"a": 0}',
 }
@@ -124,9 +113,11 @@ def test_other_forms_of_tokenizers_are_refused_with_what_to_do(name, folder, tmp
     (home / "config.json").write_text("{}")
     (home / name).write_bytes(FORMS[name])
     given = home if folder else home / name
-    said = refusal(main([f"a={source}", f"--tokenizer={given}", f"--output={tmp_path}/out"]))
+    command = [f"a={source}", f"--output={tmp_path}/out"]
+    said = refusal(main([*command, f"--tokenizer={given}"]))
     assert str(home / ("tokenizer.json" if folder else name)) in said
     assert f"AutoTokenizer.from_pretrained('{home}').save_pretrained('{home}-fast')" in said
+    assert "to convert" not in refusal(main([*command, f"--tokenizer={given}s"]))  # wrong path
 
 
 @pytest.mark.parametrize("text", ["1000000000", "1_000_000_000", "1e9", "1E+9", "1.0e9", "1B", "1b",
