@@ -4,7 +4,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 from zlib import crc32
 
 import numpy as np
@@ -57,10 +57,9 @@ class DocumentFile:
 
     def __init__(self, tokens: Path, records: Path, dtype: str, written: Written) -> None:
         self.written = written
-        size = written.tokens * np.dtype(dtype).itemsize
-        self._tokens = _opened(tokens, size, written.tokens_crc)
-        size = written.documents * RECORD.itemsize
-        self._records = _opened(records, size, written.records_crc)
+        _cut(tokens, written.tokens * np.dtype(dtype).itemsize, written.tokens_crc)
+        _cut(records, written.documents * RECORD.itemsize, written.records_crc)
+        self._tokens, self._records = tokens.open("ab"), records.open("ab")
 
     def add(self, tokens: NDArray[np.integer], size: int) -> None:
         """Append a document, given its tokens including EOD. `size` is the text size in bytes."""
@@ -86,22 +85,20 @@ class DocumentFile:
         self._records.close()
 
 
-def _opened(path: Path, size: int, crc: int) -> BinaryIO:
-    """Truncate a file to `size` bytes, check its CRC-32 and open it for appending."""
+def _cut(path: Path, size: int, crc: int) -> None:
+    """Truncate a file to `size` bytes, creating it if necessary, and check its CRC-32."""
     path.touch()
     if path.stat().st_size < size:
         raise ProgressError(
             f"{path} is truncated: it must have at least {size} bytes, got {path.stat().st_size}"
         )
     os.truncate(path, size)
-    file, found = path.open("a+b"), 0
-    file.seek(0)
-    while content := file.read(1 << 20):
-        found = crc32(content, found)
+    found = 0
+    with path.open("rb") as file:
+        while content := file.read(1 << 20):
+            found = crc32(content, found)
     if found != crc:
-        file.close()
         raise ProgressError(f"{path} was changed after the preparation was interrupted")
-    return file
 
 
 def read_records(path: Path, first: int, count: int) -> Any:
