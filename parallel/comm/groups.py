@@ -94,52 +94,21 @@ class Groups:
 def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
     """Return the chunks of pipeline rank `rank`, ordered by virtual stage.
 
-    Layers are split into `pipeline * virtual_pipeline` equal pieces. Piece `v * pipeline + rank` is
-    chunk v of the rank. The embedding belongs to the first piece, the head to the last. If the
-    layout sets the number of layers in the first or last stage, the remaining layers are split
-    equally among the other stages. Raises ValueError if the layers cannot be split equally.
+    Layers are split into `pipeline * virtual_pipeline` pieces. Piece `v * pipeline + rank` is chunk
+    v of the rank. The embedding belongs to the first piece, the head to the last. The layout may
+    set the number of layers in the first or last piece. The remaining layers must be divisible by
+    the number of other pieces.
     """
-    size, virtual = layout.pipeline, layout.virtual_pipeline
-    pieces = size * virtual
-    if layout.first_stage_layers is not None or layout.last_stage_layers is not None:
-        lengths = uneven_stages(layers, layout)
-    elif layers % pieces:
-        raise ValueError(
-            f"layers must be divisible by pipeline x virtual_pipeline, got {layers} layers "
-            f"for {size} x {virtual}"
-        )
-    else:
-        lengths = [layers // pieces] * pieces
-    ends = list(itertools.accumulate(lengths))
+    pieces = layout.pipeline * layout.virtual_pipeline
+    ends = ((0, layout.first_stage_layers), (pieces - 1, layout.last_stage_layers))
+    given = {piece: count for piece, count in ends if count is not None}
+    shared = (layers - sum(given.values())) // max(1, pieces - len(given))
+    lengths = (given.get(piece, shared) for piece in range(pieces))
+    bounds = list(itertools.accumulate(lengths, initial=0))
     return [
-        ChunkSpec(tuple(range(ends[i] - lengths[i], ends[i])), i == 0, i == pieces - 1)
-        for i in range(rank, pieces, size)
+        ChunkSpec(tuple(range(bounds[i], bounds[i + 1])), i == 0, i == pieces - 1)
+        for i in range(rank, pieces, layout.pipeline)
     ]
-
-
-def uneven_stages(layers: int, layout: Layout) -> list[int]:
-    """Return the number of layers in each pipeline stage, for layouts that set it for the first or
-    last stage.
-
-    Raises ValueError if the remaining layers cannot be split equally among the other stages.
-    """
-    size, virtual = layout.pipeline, layout.virtual_pipeline
-    first, last = layout.first_stage_layers, layout.last_stage_layers
-    if virtual > 1 or size == 1:
-        raise ValueError(
-            "first_stage_layers and last_stage_layers require pipeline > 1 and "
-            f"virtual_pipeline = 1, got {size} and {virtual}"
-        )
-    middle = size - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
-    if rest < middle or (middle and rest % middle) or (not middle and rest):
-        raise ValueError(
-            f"{layers} layers minus {first or 0} on the first stage and {last or 0} on the last "
-            f"must divide into equal, nonzero parts for {middle} other stages, got {rest} layers"
-        )
-    shared = [rest // middle] * middle if middle else []
-    ends = [[] if given is None else [given] for given in (first, last)]
-    return [*ends[0], *shared, *ends[1]]
 
 
 def world_size() -> int:
