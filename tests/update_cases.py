@@ -35,12 +35,11 @@ KINDS = [*((rule, pc) for rule in SHORT for pc in ("none", "materialized")), ("m
 
 
 def built(
-    world: Groups, rule: str, pc: str, *, early_exit: bool = False, recorded: bool = True
+    world: Groups, rule: str, pc: str, *, recorded: bool = True
 ) -> tuple[ParallelModel, Update]:
     """Return a tiny model and its update. The model is in bfloat16, so that masters are copies."""
     group = GroupConfig(rule=rule, lr=0.02, weight_decay=0.1)
-    fields = SHORT | {"spectral_sphere": SHORT["spectral_sphere"] | {"early_exit": early_exit}}
-    rules = RulesConfig(**{name: RULES[name](**each) for name, each in fields.items()})
+    rules = RulesConfig(**{name: RULES[name](**each) for name, each in SHORT.items()})
     config = OptimizerConfig(matrix=group, embedding=ADAMW, head=ADAMW, scalar=ADAMW, rules=rules)
     model, optimizer = stepped_model(
         TINY,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from parallel.optimizer.distributed_optimizer import CapturedUpdate
 from parallel.optimizer.routing import Assignment
 from spectral.rules import RULES, AdamWRule, MuonRule
 from tests.slow_cases import slow_but
@@ -220,16 +219,6 @@ def test_gradients_of_16_bits_become_momentum_in_float32(world):
             (along,) = MuonRule().accumulate([gradient], [state], None)
             assert torch.equal(region.state["momentum"], state["momentum"])
             assert torch.equal(region.of(momenta), along.bfloat16())
-
-
-def test_what_cannot_be_recorded_is_refused(world):
-    model, update = built(world, "muon", "none")
-    update.optimizer.overlap_gather = True
-    with pytest.raises(ValueError, match="overlap_gather must be False"):
-        CapturedUpdate(update.optimizer, max_norm=1.0)
-    _, early = built(world, "spectral_sphere", "none", early_exit=True, recorded=False)
-    with pytest.raises(ValueError, match="early_exit of rule spectral_sphere must be False"):
-        CapturedUpdate(early.optimizer, max_norm=1.0)
 
 
 def test_a_replay_counts_the_bytes_that_it_sends(world):
