@@ -28,6 +28,10 @@ PASSES = 32
 """A run checks for stop requests every `PASSES` * (pipeline size) micro-batches."""
 
 
+class Interrupted(Exception):
+    """Raised on all ranks if a stop request interrupts an evaluation."""
+
+
 def evaluate(
     model: ParallelModel,
     groups: Groups,
@@ -36,21 +40,19 @@ def evaluate(
     micro_batch: int,
     stop: Callable[[], bool],
     mixture: Mapping[str, float],
-) -> dict[str, float] | None:
+) -> dict[str, float]:
     """Return the metrics of all validation sets. All ranks get the same values.
 
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, and `val/<set>/bpb` is
     in bits per byte of text. `val/loss` and `val/bpb` are averages computed by `mean_over_sets`;
-    `mixture` contains the weights of the training sets. All ranks call `stop` periodically; once it
-    returns True, the result is None.
+    `mixture` contains the weights of the training sets. All ranks call `stop` periodically. Raises
+    Interrupted once it returns True.
     """
     metrics: dict[str, float] = {}
     losses: dict[str, float] = {}
     densities: dict[str, float] = {}
     for each in sets:
         loss = mean_loss(model, groups, each, micro_batch=micro_batch, stop=stop)
-        if loss is None:
-            return None
         losses[each.name] = loss
         metrics[f"val/{each.name}/loss"] = loss
         metrics[f"val/{each.name}/ppl"] = math.exp(min(loss, 700.0))
@@ -81,9 +83,8 @@ def mean_loss(
     *,
     micro_batch: int,
     stop: Callable[[], bool],
-) -> float | None:
-    """Return the mean loss over the windows of `data` in nats per token, or None if `stop` returned
-    True."""
+) -> float:
+    """Return the mean loss over the windows of `data` in nats per token."""
     shape = {"micro_batch": micro_batch, "data_size": groups.data.size}
     count = data.micro_batches(**shape)
     padded = whole_rounds(count, groups)
@@ -98,14 +99,10 @@ def mean_loss(
             assert last is not None  # `count` is at least 1
             yield as_batch(last, groups, data.borders, torch.zeros(micro_batch))
 
-    def add(figure: Mapping[str, Tensor]) -> None:
+    for figure in run_passes(
+        model, groups, batches, weighted_sums, count=padded, micro_batch=micro_batch, stop=stop
+    ):
         sums.add_(figure["sums"])
-
-    whole = run_passes(
-        model, groups, batches, weighted_sums, add, count=padded, micro_batch=micro_batch, stop=stop
-    )
-    if not whole:
-        return None
     all_reduce_(sums, groups.dense.replicas, model.comm_volume, "validation loss")
     # The sums are nonzero only on the last stage.
     all_reduce_(sums, groups.pipeline, model.comm_volume, "validation loss")
@@ -123,26 +120,25 @@ def run_passes(
     groups: Groups,
     batches: Callable[[], Iterator[Batch]],
     loss: Callable[[Batch], LossFunction],
-    add: Callable[[Mapping[str, Tensor]], None],
     *,
     count: int,
     micro_batch: int,
     stop: Callable[[], bool],
     length: int | None = None,
-) -> bool:
-    """Compute the metrics of `count` micro-batches and pass those of each micro-batch to `add`.
-    `count` is a result of `whole_rounds`. Return False if `stop` returned True.
+) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the metrics of each of `count` micro-batches. `count` is a result of `whole_rounds`.
 
-    For the other arguments see `ParallelModel.forward_backward`.
+    For the other arguments see `ParallelModel.forward_backward`. Raises Interrupted if `stop`
+    returns True.
     """
     passes = PASSES * groups.pipeline.size
     # A stage with several chunks iterates over the batches once per chunk.
     streams = [batches() for _ in model.chunks]
     for first in range(0, count, passes):
         if stop():
-            return False
+            raise Interrupted
         remaining = iter(streams)
-        figures = model.forward_backward(
+        yield from model.forward_backward(
             partial(next, remaining),
             loss,
             microbatches=min(passes, count - first),
@@ -150,9 +146,6 @@ def run_passes(
             train=False,
             length=length,
         )
-        for figure in figures:
-            add(figure)
-    return True
 
 
 def weighted_sums(batch: Batch) -> LossFunction:
@@ -181,20 +174,18 @@ def score(
     vocab_size: int,
     most_tokens: float,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
+) -> dict[str, float]:
     """Return `task/<name>/acc` and `task/<name>/acc_norm` for each task, and their means over tasks
     as `task/acc` and `task/acc_norm`. All ranks get the same values.
 
     `vocab_size` is the vocabulary size without padding. A pass contains at most `most_tokens`
-    tokens, except if a single sequence is longer. All ranks call `stop` periodically; once it
-    returns True, the result is None.
+    tokens, except if a single sequence is longer. All ranks call `stop` periodically. Raises
+    Interrupted once it returns True.
     """
     requests = [request for task in tasks for request in task.requests]
     likelihoods = log_likelihoods(
         model, groups, requests, vocab_size=vocab_size, most_tokens=most_tokens, stop=stop
     )
-    if likelihoods is None:
-        return None
     metrics, start, rows = {}, 0, []
     for task in tasks:
         rows.append(accuracies(task, likelihoods[start : start + len(task.requests)]))
@@ -221,22 +212,31 @@ def log_likelihoods(
     vocab_size: int,
     most_tokens: float,
     stop: Callable[[], bool] = lambda: False,
-) -> list[float] | None:
+) -> list[float]:
     """Return the log-probability in nats of each request's scored tokens, summed over tokens.
 
     For `vocab_size`, `most_tokens` and `stop` see `score`.
     """
-    window, scorer = model.sequence_length, Scorer(model, groups, requests, vocab_size)
-    by_length: dict[int, list[int]] = {}
+    window, by_length = model.sequence_length, dict[int, list[int]]()
+    losses = torch.zeros(len(requests), dtype=torch.float64, device=groups.device)
     for index, request in enumerate(requests):
         length = next(n for n in lengths(groups.layout, window) if n >= len(request.tokens) - 1)
         by_length.setdefault(length, []).append(index)
     for length, indices in sorted(by_length.items()):
         share = -(-len(indices) // groups.data.size)
         rows = min(max(1, int(most_tokens / length)), share)
-        if not scorer.add(indices, length, rows, stop):
-            return None
-    losses = scorer.losses
+        count = whole_rounds(-(-share // rows), groups)
+        for figure in run_passes(
+            model,
+            groups,
+            partial(request_batches, groups, requests, indices, length, rows, count),
+            partial(token_losses, model, groups, vocab_size),
+            count=count,
+            micro_batch=rows,
+            stop=stop,
+            length=length,
+        ):
+            losses.index_add_(0, figure["request"], figure["losses"])
     all_reduce_(losses, groups.dense.replicas, model.comm_volume, "scores of tasks")
     # The losses are nonzero only on the last stage.
     all_reduce_(losses, groups.pipeline, model.comm_volume, "scores of tasks")
@@ -254,88 +254,62 @@ def lengths(layout: Layout, window: int) -> list[int]:
     return found
 
 
-class Scorer:
-    """Computes the losses of those requests that this rank scores."""
+def request_batches(
+    groups: Groups,
+    requests: Sequence[Request],
+    indices: Sequence[int],
+    length: int,
+    rows: int,
+    count: int,
+) -> Iterator[Batch]:
+    """Yield this rank's `count` micro-batches of the requests with the given `indices`.
 
-    def __init__(
-        self, model: ParallelModel, groups: Groups, requests: Sequence[Request], vocab_size: int
-    ) -> None:
-        self.model = model
-        self.groups = groups
-        self.requests = requests
-        self.vocab_size = vocab_size
-        self.losses = torch.zeros(len(requests), dtype=torch.float64, device=groups.device)
+    A micro-batch contains `tokens` `[rows, length / context]` and, for each scored token predicted
+    on this context rank, the flattened `position` of its logits, its `target` id and its `request`.
+    """
+    data, context = groups.data, groups.context
+    cut = {"rank": context.rank, "size": context.size}
+    held = [position for chunk in context_chunks(length, **cut) for position in chunk]
+    local = {position: i for i, position in enumerate(held)}
+    for number in range(count):
+        first = (number * data.size + data.rank) * rows
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        scored: list[tuple[int, int, int]] = []
+        for row, index in enumerate(indices[first : first + rows]):
+            request = requests[index]
+            inputs, end = request.tokens[:-1], len(request.tokens) - 1
+            tokens[row, :end] = torch.tensor(inputs)
+            scored += (
+                (row * len(held) + local[position], request.tokens[position + 1], index)
+                for position in range(end - request.scored, end)
+                if position in local
+            )
+        columns = torch.tensor(scored, dtype=torch.int64).view(-1, 3).unbind(1)
+        batch = dict(zip(("position", "target", "request"), columns, strict=True))
+        batch["tokens"] = context_part(tokens, 1, **cut)
+        yield {key: on_device(value.contiguous(), groups.device) for key, value in batch.items()}
 
-    def add(self, indices: Sequence[int], length: int, rows: int, stop: Callable[[], bool]) -> bool:
-        """Add the losses of requests `indices` to `losses`, in passes of `rows` sequences of
-        `length` tokens. Return False if `stop` returned True."""
-        share = -(-len(indices) // (rows * self.groups.data.size))
-        count = whole_rounds(share, self.groups)
 
-        def add(figure: Mapping[str, Tensor]) -> None:
-            self.losses.index_add_(0, figure["request"], figure["losses"])
+def token_losses(
+    model: ParallelModel, groups: Groups, vocab_size: int, batch: Batch
+) -> LossFunction:
+    """Return a function that computes the losses of a micro-batch's scored tokens from logits
+    `[rows, length / context, vocabulary / tensor]`. Padding rows of the vocabulary get probability
+    0, because they are not tokens and are dropped on export."""
+    tensor, comm_volume = groups.tensor, model.comm_volume
 
-        return run_passes(
-            self.model,
-            self.groups,
-            partial(self.batches, indices, length, rows, count),
-            self.scored,
-            add,
-            count=count,
-            micro_batch=rows,
-            stop=stop,
-            length=length,
-        )
+    def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x = logits.flatten(0, 1)[batch["position"]].float()  # [scored, vocabulary / tensor]
+        size = x.shape[1]
+        here = torch.arange(size, device=x.device) + tensor.rank * size
+        x = x.masked_fill(here >= vocab_size, -torch.inf)
+        highest = all_reduce_(x.amax(1), tensor, comm_volume, "scores of tasks", MAX)
+        target = batch["target"] - tensor.rank * size
+        inside = (target >= 0) & (target < size)
+        chosen = x.gather(1, target.clamp(0, size - 1)[:, None])[:, 0].where(inside, 0)
+        sums = torch.stack(((x - highest[:, None]).exp().sum(1), chosen))
+        total, chosen = all_reduce_(sums, tensor, comm_volume, "scores of tasks")
+        losses = highest.double() + total.double().log() - chosen
+        return logits.new_zeros(()), {"request": batch["request"], "losses": losses}
 
-    def batches(
-        self, indices: Sequence[int], length: int, rows: int, count: int
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's micro-batches: `tokens` `[rows, length / context]` and, for each scored
-        token predicted on this context rank, the flattened `position` of its logits, its `target`
-        id and its `request`."""
-        data, context = self.groups.data, self.groups.context
-        cut = {"rank": context.rank, "size": context.size}
-        held = [position for chunk in context_chunks(length, **cut) for position in chunk]
-        local = {position: i for i, position in enumerate(held)}
-        for number in range(count):
-            first = (number * data.size + data.rank) * rows
-            tokens = torch.zeros(rows, length, dtype=torch.int64)
-            scored: list[tuple[int, int, int]] = []
-            for row, index in enumerate(indices[first : first + rows]):
-                request = self.requests[index]
-                inputs, end = request.tokens[:-1], len(request.tokens) - 1
-                tokens[row, :end] = torch.tensor(inputs)
-                scored += (
-                    (row * len(held) + local[position], request.tokens[position + 1], index)
-                    for position in range(end - request.scored, end)
-                    if position in local
-                )
-            columns = torch.tensor(scored, dtype=torch.int64).view(-1, 3).unbind(1)
-            batch = dict(zip(("position", "target", "request"), columns, strict=True))
-            batch["tokens"] = context_part(tokens, 1, **cut)
-            yield {
-                key: on_device(value.contiguous(), self.groups.device)
-                for key, value in batch.items()
-            }
-
-    def scored(self, batch: dict[str, Tensor]) -> LossFunction:
-        """Return a function that computes the losses of a micro-batch's scored tokens from logits
-        `[rows, length / context, vocabulary / tensor]`. Padding rows of the vocabulary get
-        probability 0, because they are not tokens and are dropped on export."""
-        tensor, comm_volume = self.groups.tensor, self.model.comm_volume
-
-        def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            x = logits.flatten(0, 1)[batch["position"]].float()  # [scored, vocabulary / tensor]
-            size = x.shape[1]
-            here = torch.arange(size, device=x.device) + tensor.rank * size
-            x = x.masked_fill(here >= self.vocab_size, -torch.inf)
-            highest = all_reduce_(x.amax(1), tensor, comm_volume, "scores of tasks", MAX)
-            target = batch["target"] - tensor.rank * size
-            inside = (target >= 0) & (target < size)
-            chosen = x.gather(1, target.clamp(0, size - 1)[:, None])[:, 0].where(inside, 0)
-            sums = torch.stack(((x - highest[:, None]).exp().sum(1), chosen))
-            total, chosen = all_reduce_(sums, tensor, comm_volume, "scores of tasks")
-            losses = highest.double() + total.double().log() - chosen
-            return logits.new_zeros(()), {"request": batch["request"], "losses": losses}
-
-        return loss
+    return loss

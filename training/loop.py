@@ -10,7 +10,7 @@ from torch import profiler
 from spectral.ieee_products import ieee_products
 from training.data.order import SetCount
 from training.data.validation_data import ValidationData
-from training.evaluation import evaluate, score, tokens_of_a_pass
+from training.evaluation import Interrupted, evaluate, score, tokens_of_a_pass
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import collect
 from training.nonfinite import NonFiniteError
@@ -188,14 +188,15 @@ class Loop:
         """Validate if due, report `metrics`, and return the validation metrics. Return {} if no
         validation was due, and None if a stop request interrupted it."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
-        validation: dict[str, float] | None = {}
-        scores: dict[str, float] | None = {}
+        validation: dict[str, float] = {}
+        scores: dict[str, float] = {}
         samples: dict[str, str] = {}
-        if trainer.validation and self.due(config.validation.interval, step):
-            validation = self.paused(self.evaluate)
-        if validation is not None and trainer.tasks and self.due(config.tasks.interval, step):
-            scores = self.paused(self.score)
-        if validation is None or scores is None:
+        try:
+            if trainer.validation and self.due(config.validation.interval, step):
+                validation = self.paused(self.evaluate)
+            if trainer.tasks and self.due(config.tasks.interval, step):
+                scores = self.paused(self.score)
+        except Interrupted:
             trainer.progress.unreported = {**metrics, "due": True}
             return None
         if trainer.sampler is not None and self.due(config.validation.samples_interval, step):
@@ -211,9 +212,8 @@ class Loop:
         every `interval` steps."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
-    def evaluate(self) -> dict[str, float] | None:
-        """Return the metrics of all validation sets, or None if a stop request interrupted the
-        validation."""
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of all validation sets. Raises Interrupted after a stop request."""
         return evaluate(
             self.trainer.model,
             self.trainer.groups,
@@ -223,8 +223,8 @@ class Loop:
             mixture={name: each.weight for name, each in self.config.data.train.items()},
         )
 
-    def score(self) -> dict[str, float] | None:
-        """Return the metrics of all tasks, or None if a stop request interrupted the evaluation."""
+    def score(self) -> dict[str, float]:
+        """Return the metrics of all tasks. Raises Interrupted after a stop request."""
         groups, model, train = self.trainer.groups, self.config.model, self.config.train
         assert model.vocab_size is not None  # `with_vocabulary` has replaced null
         return score(

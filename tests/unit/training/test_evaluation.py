@@ -29,7 +29,7 @@ from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples, read_task
 from training.data.token_bytes import open_tokenizer
 from training.errors import ConfigError, DataError
-from training.evaluation import log_likelihoods
+from training.evaluation import Interrupted, log_likelihoods
 from training.loop import Hooks, Loop
 from training.planning.plan_commands import dry_run
 from training.run import agreed_facts, train
@@ -381,4 +381,6 @@ def test_scoring_twice_gives_the_same(keys: dict[str, Any], world, tmp_path: Pat
     for most in (100, 1000):
         assert score(most_tokens=most) == pytest.approx(first, rel=1e-6)
     trainer.tasks = build_tasks(config)
-    assert Loop(trainer, Hooks(lifecycle=SimpleNamespace(stop_now=lambda: True))).score() is None
+    stopping = SimpleNamespace(stop_now=lambda: True)
+    with pytest.raises(Interrupted):
+        Loop(trainer, Hooks(lifecycle=stopping)).score()
