@@ -50,15 +50,14 @@ class TracedCall:
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
         """Call the function with device tensors without values, and count its launches."""
-        trace, report = Trace(H100), RankReport(0)
+        trace, problem = Trace(H100), None
         try:
             with install(trace, 1):
                 self.function(*self.arguments)
         except Exception as error:
-            report.error = described(error)
+            problem = described(error)
         trace.keep_peak()
-        report.counts = trace.counts
-        return report
+        return RankReport(0, 1, None, problem, trace.counts)
 
 
 ALLOWED_READS = {

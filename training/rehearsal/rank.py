@@ -111,7 +111,7 @@ def last_step(config: Config) -> int:
     return max(PLAIN_STEP + 1, compared + 1, graph)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankReport:
     """The report of one rank.
 
@@ -124,8 +124,8 @@ class RankReport:
     """
 
     rank: int
-    world: int = 1
-    scenario: Scenario | None = None
+    world: int
+    scenario: Scenario
     error: str | None = None
     counts: dict[tuple[int, str], Counts] = field(default_factory=dict)
     marks: list[Counts] = field(default_factory=list)
@@ -151,24 +151,29 @@ class Job:
         """Rehearse the rank in this process, reporting progress through `say`."""
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
-        report = RankReport(self.rank, self.world)
+        problem = None
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-            rehearsed = report.scenario = scenario(self.config, self.world, Path(folder))
+            rehearsed = scenario(self.config, self.world, Path(folder))
             trace.moved = lambda: say(place_in_run(trace, rehearsed))
             say(f"rank {self.rank}: building the model")
             try:
                 with mode, torch.autograd.set_multithreading_enabled(False):
                     run(rehearsed, trace)
             except Exception as error:
-                report.error = described(error)
+                problem = described(error)
         trace.keep_peak()
-        report.counts = trace.counts
-        report.marks = trace.marks.get(PLAIN_STEP, [])
-        report.findings = [*trace.order.findings, *sorted(trace.imprecise)]
-        report.calls = trace.calls
         pools = trace.memory.pools
-        report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)
-        return report
+        return RankReport(
+            self.rank,
+            self.world,
+            rehearsed,
+            problem,
+            counts=trace.counts,
+            marks=trace.marks.get(PLAIN_STEP, []),
+            findings=[*trace.order.findings, *sorted(trace.imprecise)],
+            calls=trace.calls,
+            side_pools=sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM),
+        )
 
 
 def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:

@@ -103,13 +103,10 @@ def combined(
             report.phases[name] = merged(report.phases[name], counts, max)
         report.findings += [text for text in each.findings if text not in report.findings]
         report.side_stream_pools_bytes = max(report.side_stream_pools_bytes, each.side_pools)
-        passes = each.counts.get((PLAIN_STEP, STEP))
-        if passes is not None:
-            moved = micro_batch(each, passes).elementwise_bytes
-            moved = max(moved, report.micro_batch_elementwise_bytes)
-            report.micro_batch_elementwise_bytes = moved
-        if each.scenario is not None:
-            report.microbatches = each.scenario.rehearsed, each.scenario.microbatches
+        moved = micro_batch(each, each.counts.get((PLAIN_STEP, STEP), Counts())).elementwise_bytes
+        moved = max(moved, report.micro_batch_elementwise_bytes)
+        report.micro_batch_elementwise_bytes = moved
+        report.microbatches = each.scenario.rehearsed, each.scenario.microbatches
     report.modelled_seconds = step_seconds(reports)
     report.error = first_error(reports, report, mismatches)
     return report
@@ -121,13 +118,10 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
     As in a plan (parallel/plan/step_time.py), gradient reduction overlaps with the last
     micro-batch's backward pass, and weight gathering with the first micro-batch's forward pass.
     """
-    slowest, chunks = 0.0, 1
+    slowest, parallel = 0.0, reports[0].scenario.config.parallel
     passes: dict[int, float] = {}
     for report in reports:
-        if report.scenario is None:
-            continue
-        phases, parallel = phases_of(report), report.scenario.config.parallel
-        chunks = parallel.virtual_pipeline
+        phases = phases_of(report)
         computing, optimizer = phases["forward_backward"], phases["optimizer"]
         each = micro_batch(report, computing)
         both = computing.add(optimizer)
@@ -137,7 +131,8 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
         slowest = max(slowest, seconds)
         stage = report.rank * parallel.pipeline // report.world
         passes[stage] = max(each.exposed_seconds, passes.get(stage, 0.0))
-    return slowest + (sum(passes.values()) - max(passes.values(), default=0.0)) / chunks
+    waiting = (sum(passes.values()) - max(passes.values())) / parallel.virtual_pipeline
+    return slowest + waiting
 
 
 def first_error(
@@ -163,8 +158,6 @@ def first_error(
 
 def phases_of(report: RankReport) -> dict[str, Counts]:
     """Return one rank's counts by phase."""
-    if report.scenario is None:
-        return {}
     last = report.scenario.config.train.last
 
     def counts(step: int, name: str) -> Counts:
@@ -193,12 +186,10 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
     The counts are derived from the difference between the starts of the last two rounds of forward
     passes. If there is only one round, `counts` is divided by the number of micro-batches.
     """
-    scenario = report.scenario
-    assert scenario is not None
-    stages = scenario.config.parallel.pipeline
-    round_of = stages * scenario.config.parallel.virtual_pipeline
+    stages = report.scenario.config.parallel.pipeline
+    round_of = stages * report.scenario.config.parallel.virtual_pipeline
     if len(report.marks) <= round_of:
-        return Counts().add(counts, 1 / scenario.rehearsed)
+        return Counts().add(counts, 1 / report.scenario.rehearsed)
     return Counts().add(report.marks[-1].add(report.marks[-1 - round_of], -1), 1 / stages)
 
 
