@@ -49,28 +49,20 @@ class GradientNorm:
     active: Tensor
 
 
+@dataclass(eq=False)
 class DistributedOptimizer:
-    """Optimizer that updates every unit of the model with the rule for its role."""
+    """Optimizer that updates every unit of the model with the rule for its role.
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        domains: Sequence[DomainOptimizer],
-        owners: Mapping[str, int],
-        *,
-        overlap_gather: bool = True,
-    ) -> None:
-        """Combine the domains of a model.
+    owners          global rank of the owner of each matrix in this rank's pipeline stage, by name
+    overlap_gather  whether `step` returns before all new weights have arrived; each module waits
+                    for its own weights before its next forward pass, and `model.wait_for_weights`
+                    waits for all of them
+    """
 
-        `owners` maps the name of each matrix in this rank's pipeline stage to the global rank of
-        its owner. With `overlap_gather`, `step` returns before all new weights have arrived; each
-        module waits for its own weights before its next forward pass, and `model.wait_for_weights`
-        waits for all of them.
-        """
-        self.model = model
-        self.domains = domains
-        self.owners = owners
-        self.overlap_gather = overlap_gather
+    model: ParallelModel
+    domains: Sequence[DomainOptimizer]
+    owners: Mapping[str, int]
+    overlap_gather: bool
 
     @property
     def stacks(self) -> list[OwnedStack]:

@@ -12,6 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final, ParamSpec
@@ -177,28 +178,21 @@ class StopRequests:
 P = ParamSpec("P")
 
 
+@dataclass(eq=False)
 class Lifecycle:
     """Saving, stopping and heartbeat of a run, called after every step on every rank.
 
     If an event such as a signal reaches any rank, all ranks react to it at the same step.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        saver: Saver,
-        stops: StopRequests,
-        watchdog: Watchdog,
-        agreement: Agreement,
-    ) -> None:
-        self.config = config
-        self.saver = saver
-        self.stops = stops
-        self.watchdog = watchdog
-        self.agreement = agreement
-        self.step = 0
-        self._asked_about_save = False
-        self._stop = 0
+    config: Config
+    saver: Saver
+    stops: StopRequests
+    watchdog: Watchdog
+    agreement: Agreement
+    step: int = 0
+    _asked_about_save: bool = False
+    _stop: int = 0
 
     @property
     def reason(self) -> str | None:
