@@ -14,8 +14,8 @@ from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
 def install(trace: Trace) -> None:
     """Replace the functions and classes of `torch.cuda` until this process exits."""
     index = trace.rank % trace.device.node_size
-    parts = (_device(trace, index), _memory(trace), GENERATORS, _streams(trace, index))
-    for name, thing in (item for part in parts for item in part.items()):
+    things = {**_device(trace, index), **GENERATORS, **_streams(trace, index)}
+    for name, thing in things.items():
         put(torch.cuda, name, thing)
     for name, function in GENERATORS.items():
         put(torch.cuda.random, name, function)
@@ -57,11 +57,6 @@ def _device(trace: Trace, index: int) -> Functions:
         "get_device_properties": lambda *_: properties,
         "synchronize": lambda *_: trace.synchronize("cuda.synchronize"),
         "is_current_stream_capturing": lambda: trace.recording is not None,
-    }
-
-
-def _memory(trace: Trace) -> Functions:
-    return {
         "max_memory_allocated": lambda *_: trace.memory.peak,
         "max_memory_reserved": lambda *_: trace.memory.peak,
         "empty_cache": lambda: None,
