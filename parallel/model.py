@@ -79,12 +79,6 @@ class ParallelModel:
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy
 
-    def gradient(self, unit: Unit) -> Tensor:
-        """Return a view of this rank's piece of the gradient of `unit`, which is float32 or
-        wider."""
-        parameter = self.parameters[unit.parameter]
-        return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
-
     def refresh_in_graph(self, active: Tensor) -> None:
         """Update the tracked singular vectors of in-graph PC layers for the new weights.
 

@@ -68,6 +68,11 @@ def stepped_model(
     return built, build_optimizer(built, assign, **(optimizer or {}))
 
 
+def gradient_of(model: ParallelModel, unit: Unit) -> Tensor:
+    """Return a view of this rank's piece of the gradient of `unit`."""
+    return unit.view(model.parameters[unit.parameter].main_grad)
+
+
 def figures_of(
     model: ParallelModel, batch: dict[str, Tensor], *, train: bool = True
 ) -> list[dict[str, Tensor]]:

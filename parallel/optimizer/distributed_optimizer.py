@@ -24,7 +24,7 @@ from models.units import Unit
 from parallel.comm.collectives import CommVolume, all_reduce_, from_all
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
-from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
+from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.owned_stacks import OwnedStack, StepOptions
 from parallel.optimizer.penalty_gradient import PenaltyFigures
@@ -73,11 +73,6 @@ class DistributedOptimizer:
     def materialized(self) -> list[MaterializedStack]:
         """All PC layer stacks owned by this rank."""
         return [stack for stack in self.stacks if isinstance(stack, MaterializedStack)]
-
-    @property
-    def regions(self) -> list[Region]:
-        """All regions in this rank's shards."""
-        return [region for domain in self.domains for region in domain.regions]
 
     @torch.no_grad()
     def add_penalty(self, *, enabled: bool, measured: bool) -> PenaltyFigures | None:

@@ -21,7 +21,7 @@ from parallel.optimizer.materialized_pc import MaterializedStack
 from tests.distributed.state_workers import label, started
 from tests.distributed.workers import Case, built, named_gradient, whole_gradients
 from tests.saved_state import save_state
-from tests.stepped_models import TINY, stepped_model
+from tests.stepped_models import TINY, gradient_of, stepped_model
 from training.assignments import assignments
 from training.config.optimizer_section import GroupConfig, OptimizerConfig
 from training.step import Trainer
@@ -94,7 +94,7 @@ def unsound_owner(groups: process_groups.Groups) -> dict[str, tuple[bool, bool]]
     views = {unit.name: unit.view(model.parameters[unit.parameter]) for unit in model.units}
     before = {name: view.clone() for name, view in views.items()}
     for unit in model.units:
-        model.gradient(unit).copy_(upstream(unit, groups))
+        gradient_of(model, unit).copy_(upstream(unit, groups))
     model.finish_gradients()
     for batch in (b for b in optimizer.stacks if isinstance(b, MaterializedStack)):
         for unit, weight in zip(batch.units, batch.weight, strict=True):
@@ -134,7 +134,7 @@ def materialized(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole gradient of this rank's owned units and their gammas."""
     for unit in model.units:
-        model.gradient(unit).copy_(upstream(unit, groups))
+        gradient_of(model, unit).copy_(upstream(unit, groups))
     model.finish_gradients()
     for domain in optimizer.domains:
         for units in domain.materialized:

@@ -24,7 +24,7 @@ from parallel.optimizer.distributed_optimizer import (
 from spectral.polar import WORKSPACE_ELEMENTS
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
-from tests.stepped_models import TINY, assign_matrices, parallel_model
+from tests.stepped_models import TINY, assign_matrices, gradient_of, parallel_model
 from training.build import build_trainer
 from training.config.schema import ParallelConfig
 from training.data.build_data import build_data
@@ -246,7 +246,9 @@ def sent_in_one_step(
         trainer.step(0)
         trainer.model.wait_for_weights()
         # Counters of AdamW, 4 bytes for each range of a shard, are not planned.
-        counters = sum("step" in region.state for region in trainer.optimizer.regions)
+        counters = sum(
+            "step" in region.state for d in trainer.optimizer.domains for region in d.regions
+        )
         held = trainer.optimizer.memory_bytes() - 4 * counters
         found.append({"stage": layout_groups.pipeline.rank, "held": held, **comm_volume})
         torch.distributed.barrier()
@@ -300,7 +302,7 @@ def units_after(
     for step in range(steps):
         for unit in declared:
             whole = named_gradient(unit, step) * share / (2 if unit.tied_stage else 1)
-            parallel.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
+            gradient_of(parallel, unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
         parallel.finish_gradients()
         if "penalised" in assigned:
             figures = optimizer.add_penalty(enabled=True, measured=step == steps - 1)

@@ -7,7 +7,7 @@ import torch
 
 from parallel.model import ParallelModel
 from tests.models import tokens_of
-from tests.stepped_models import TINY, assign_matrices, figures_of, parallel_model
+from tests.stepped_models import TINY, assign_matrices, figures_of, gradient_of, parallel_model
 
 LENGTH = 8
 
@@ -18,7 +18,7 @@ def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
     model.zero_gradients()
     for part in (slice(0, 2), slice(2, 4)):
         figures_of(model, {"tokens": tokens[part], "labels": labels[part]})
-    return {unit.name: model.gradient(unit).clone() for unit in model.units}
+    return {unit.name: gradient_of(model, unit).clone() for unit in model.units}
 
 
 @pytest.mark.parametrize("chunk", [None, 13])

@@ -15,7 +15,7 @@ from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
 from spectral.rules.base import take_step
 from tests.models import built, drawn, initialized, losses_of, parameters_of
-from tests.stepped_models import TINY, assign_matrices, stepped_model
+from tests.stepped_models import TINY, assign_matrices, gradient_of, stepped_model
 from tests.tiny_families import MODELS, mixture
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=20, vocab_size=50)
@@ -140,7 +140,7 @@ def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, wor
     states = {unit: assign(units[unit]).rule.init_state(separate[unit]) for unit in units}
     for _ in range(3):
         gradients = {
-            name: model.gradient(unit).normal_().reshape(1, *unit.shape).clone()
+            name: gradient_of(model, unit).normal_().reshape(1, *unit.shape).clone()
             for name, unit in units.items()
         }
         optimizer.step(1.0, torch.tensor(True))

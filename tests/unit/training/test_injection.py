@@ -119,7 +119,9 @@ def test_a_unit_that_is_refused_for_long_ends_the_run(interval, folder, world) -
     keys = {"train__max_skipped_steps": 2, "log__interval": interval}
     config = tiny_config(folder, "muon", **SMALL, **keys)
     trainer = build_trainer(config, world, *build_data(config))
-    region = next(r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix)
+    region = next(
+        r for d in trainer.optimizer.domains for r in d.regions if r.assigned.rule.whole_matrix
+    )
     region.state["momentum"].view(-1)[0] = torch.nan
     Loop(trainer).step_and_report()
     assert trainer.checkpoint()["trainer"]["spectral"]["refused"] == 1  # reported or not

@@ -12,7 +12,7 @@ from parallel.optimizer.routing import Penalty
 from tests.matrices import penalty_by_definition
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
-from tests.stepped_models import TINY, assign_matrices, stepped_model
+from tests.stepped_models import TINY, assign_matrices, gradient_of, stepped_model
 from training.build import build_trainer
 from training.data.build_data import build_data
 from training.run import train
@@ -33,13 +33,13 @@ def test_its_gradient_is_added_once(world, power, side, name):
     model, optimizer = stepped_model(TINY, world, assign)
     before = {}
     for unit in model.units:
-        model.gradient(unit).copy_(torch.randn_like(model.gradient(unit)))
-        before[unit.name] = model.gradient(unit).clone().reshape(unit.shape)
+        gradient_of(model, unit).copy_(torch.randn_like(gradient_of(model, unit)))
+        before[unit.name] = gradient_of(model, unit).clone().reshape(unit.shape)
     optimizer.add_penalty(enabled=False, measured=True)
     figures = optimizer.add_penalty(enabled=True, measured=True)
     value, squares, loss_squares, shares = 0.0, 0.0, 0.0, []
     for unit in model.units:
-        added = model.gradient(unit).reshape(unit.shape) - before[unit.name]
+        added = gradient_of(model, unit).reshape(unit.shape) - before[unit.name]
         if unit.role not in ROLES:
             assert not added.any()
             continue
@@ -70,7 +70,7 @@ def test_of_a_pc_layer_the_effective_weight_is_penalised(folder, world, rule, pr
     for unit in (u for u in model.units if u.role in ROLES):
         weight = local(model, unit).clone().double().requires_grad_()
         (wanted,) = torch.autograd.grad(0.5 * penalty_by_definition(weight), weight)
-        got = model.gradient(unit).reshape(unit.shape).double()
+        got = gradient_of(model, unit).reshape(unit.shape).double()
         # Computed in float32, through the smaller Gram matrix.
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
@@ -95,7 +95,7 @@ def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(
         for call in (lambda: None, lambda: add(index)):
             call()
             units = (unit for unit in trainer.model.units if unit.role in ROLES)
-            parts = [trainer.model.gradient(unit).reshape(-1).double() for unit in units]
+            parts = [gradient_of(trainer.model, unit).reshape(-1).double() for unit in units]
             gradients.append(torch.cat(parts))
 
     monkeypatch.setattr(trainer.penalty, "add", noted)

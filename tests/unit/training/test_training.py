@@ -182,7 +182,9 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
         curves[dtype] = losses
         trainer = build_trainer(config, world, *build_data(config))
         expected = torch.bfloat16 if dtype == "bf16" else torch.float32
-        matrices = [r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix]
+        matrices = [
+            r for d in trainer.optimizer.domains for r in d.regions if r.assigned.rule.whole_matrix
+        ]
         assert {region.state["momentum"].dtype for region in matrices} == {expected}
         assert {g.dtype for d in trainer.model.domains for g in d.buffers.gradients} == {expected}
     # 8 bits of mantissa change a loss of about 4 in the third digit at most.

@@ -13,7 +13,7 @@ from parallel.optimizer.routing import Assignment
 from spectral.rules import RULES, AdamWRule, MuonRule
 from tests.slow_cases import slow_but
 from tests.step_trace import on_meta, traced, without_eigensolvers
-from tests.stepped_models import TINY, assign_matrices, stepped_model
+from tests.stepped_models import TINY, assign_matrices, gradient_of, stepped_model
 from tests.update_cases import KINDS, built, fill
 
 FAST = [("adamw", "none"), ("muon", "none"), ("spectral_sphere", "materialized")]
@@ -38,7 +38,9 @@ def lasting(model, optimizer) -> list[torch.Tensor]:
         *model.parameters.values(),
         *(m for d in optimizer.domains for m in d.buffers.masters),
     ]
-    tensors += [value for region in optimizer.regions for value in region.state.values()]
+    tensors += [
+        value for d in optimizer.domains for region in d.regions for value in region.state.values()
+    ]
     tensors += [value for stack in optimizer.stacks for _, _, value in stack.saved()]
     tensors += [weight for group in groups for weight in group.kept.values()]
     tensors += [buffer for effective in model.in_graph for buffer in effective.buffers()]
@@ -79,7 +81,7 @@ def test_a_refused_unit_keeps_its_weight_bit_for_bit(world, rule):
     units = {unit.name: unit for unit in model.units}
     weights = {name: unit.view(model.parameters[unit.parameter]) for name, unit in units.items()}
     before = {name: weight.clone() for name, weight in weights.items()}
-    model.gradient(units["layers.0.down"]).view(-1)[3] = torch.nan
+    gradient_of(model, units["layers.0.down"]).view(-1)[3] = torch.nan
     optimizer.step(1.0, torch.tensor(True))
     refused = {name for name, count in optimizer.refused() if count}
     same = {name for name, weight in weights.items() if torch.equal(weight, before[name])}
@@ -107,7 +109,7 @@ def test_a_range_that_an_elementwise_rule_refuses_is_named_by_its_first_element(
     model, optimizer = stepped_model(TINY, world, assign)
     fill(model, 0)
     (unit,) = (unit for unit in model.units if unit.name == name)
-    model.gradient(unit)[..., -1] = torch.nan
+    gradient_of(model, unit)[..., -1] = torch.nan
     buffers = model.domains[0].buffers
     before = [flat.clone() for flat in buffers.parameters]
     optimizer.step(1.0, torch.tensor(True))
@@ -132,7 +134,7 @@ def test_gradients_of_weights_and_gammas_of_pc_layers_are_measured_and_clipped(w
     }
     squares, gammas = [], {}
     for unit in model.units:
-        gradients = [model.gradient(unit).clone()]
+        gradients = [gradient_of(model, unit).clone()]
         if unit.name in layers:
             stack, i = layers[unit.name]
             inputs = [x[i].clone().requires_grad_() for x in (stack.weight, stack.gamma[:, 0])]
@@ -175,7 +177,9 @@ def test_momenta_of_all_matrices_have_the_dtype_that_is_asked_for(world, rule, d
     assign = assign_matrices(rule, pc_level=4)
     options = {"momentum_dtype": dtype}
     _, optimizer = stepped_model(TINY, world, assign, optimizer=options)
-    regions = [r.state for r in optimizer.regions if r.assigned.rule.whole_matrix]
+    regions = [
+        r.state for d in optimizer.domains for r in d.regions if r.assigned.rule.whole_matrix
+    ]
     states = [*regions, *(stack.state for stack in optimizer.materialized)]
     assert {state["momentum"].dtype for state in states} == {dtype}
     assert regions and optimizer.materialized
@@ -207,7 +211,7 @@ def test_gradients_of_16_bits_become_momentum_in_float32(world):
     model, optimizer = stepped_model(TINY, world, assign_matrices("muon"), **options)
     fill(model, 0)
     (domain,) = optimizer.domains
-    gradients = [model.gradient(unit).double() for unit in model.units]
+    gradients = [gradient_of(model, unit).double() for unit in model.units]
     exact = sum(gradient.square().sum() for gradient in gradients).sqrt()
     assert optimizer.clip(None).total.item() == pytest.approx(exact.item(), rel=1e-5)
     for group in domain.step_groups:
