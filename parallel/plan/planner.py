@@ -5,14 +5,13 @@ padding are exact. Activations and transient buffers are estimated, and times ar
 (step_time.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 
 from models.families import declare_stage_units
 from models.units import Unit
@@ -23,8 +22,9 @@ from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
 from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
 from parallel.storage.bucket_layout import BucketPlanner
 from parallel.storage.domain_model import TIED_SUM
+from spectral.batching import grouped
 from spectral.rules.base import Rule
-from spectral.sharded.placement import Placement, place
+from spectral.sharded.placement import place
 
 STEP_COPIES: Final = 6
 """Number of float32 copies of a step group's matrices: momentum, weights, and four for SSO's
@@ -243,14 +243,13 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
     kept = np.sum([part.kept for part in parts], axis=0)
-    placed = [placement for part in parts for placement in part.placed]
     return StagePlan(
         stage=0,
         parameters=numel - padding,
         buckets=sum(len(layout.buckets) for layout in layouts),
         padding=padding,
         elements=sum(part.elements for part in parts),
-        units=sum(len(placement.owners) for placement in placed),
+        units=sum(part.units for part in parts),
         load_max=float(loads.max()),
         load_mean=float(loads.mean()),
         sent={kind: int(sizes.max()) for kind, sizes in sent.items()},
@@ -388,33 +387,23 @@ class _Placed:
     """
 
     def __init__(self, domain: DomainPlan, repeats: int, base: np.ndarray) -> None:
-        inputs, layout = domain.inputs, domain.bucket_layout
-        sets = base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
-        bases = [tuple(loads.flatten().tolist()) for loads in sets]
-        # Sets with the same initial loads are only planned once.
-        unlike = {
-            loads: place(inputs.placement, domain.works, inputs.stage_ranks, base=loads)
-            for loads in dict.fromkeys(bases)
-        }
-        owners_at = {loads: placed.owners for loads, placed in unlike.items()}
-
-        def of_stage(values: dict[tuple[float, ...], ArrayLike]) -> np.ndarray:
-            columns = [np.reshape(values[loads], (-1, inputs.tensor)) for loads in bases]
-            return np.stack(columns, axis=1).reshape(-1)
-
-        def figure(of: Callable[[Owners], ArrayLike]) -> np.ndarray:
-            return of_stage({loads: of(owners) for loads, owners in owners_at.items()})
-
-        sent = {loads: domain.sent(owners) for loads, owners in owners_at.items()}
+        inputs, layout, ranks = domain.inputs, domain.bucket_layout, np.arange(base.size)
+        sets = ranks.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1).reshape(repeats, -1)
         self.domain = domain
-        self.placed: list[Placement] = [unlike[loads] for loads in bases]
-        self.loads = of_stage({loads: placed.loads for loads, placed in unlike.items()})
-        self.sent = {
-            kind: of_stage({loads: sizes[kind] for loads, sizes in sent.items()})
-            for kind in sent[bases[0]]
-        }
-        self.state, self.kept = figure(domain.state), figure(domain.kept)
-        self.buffers = max(domain.transient(owners) for owners in owners_at.values())
+        self.units = self.buffers = 0
+        self.loads = np.zeros(base.size)
+        self.state, self.kept = np.zeros((2, base.size), dtype=np.int64)
+        self.sent: dict[str, np.ndarray] = {}
+        # Sets with the same previous loads have the same plan.
+        for loads, equal in grouped(sets, lambda members: tuple(base[members].tolist())).items():
+            placed = place(inputs.placement, domain.works, inputs.stage_ranks, base=loads)
+            owners, members = placed.owners, np.stack(equal)  # `[sets, ranks of a set]`
+            self.units += len(owners) * len(equal)
+            self.buffers = max(self.buffers, domain.transient(owners))
+            self.loads[members] = placed.loads
+            self.state[members], self.kept[members] = domain.state(owners), domain.kept(owners)
+            for kind, sizes in domain.sent(owners).items():
+                self.sent.setdefault(kind, np.zeros_like(self.state))[members] = sizes
         itemsize, data = inputs.dtype.itemsize, inputs.data
         self.elements = layout.numel // data
         stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_by_owners)
