@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
@@ -88,18 +89,22 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     except Exception as error:  # transformers raises many exception types here
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     model = load_whole(folder)
-    prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False, verbose=False)
-    if prompt["input_ids"].shape[1] == 0:
+    encode = partial(tokenizer, options.prompt, verbose=False)
+    plain: list[int] = encode(add_special_tokens=False)["input_ids"]
+    if not plain:
         raise InputError(f"the prompt must have at least one token, got {options.prompt!r:.40}")
-    ids = prompt["input_ids"][0].tolist()
     for number, token in tokenizer.added_tokens_decoder.items():
-        if token.special and number in ids:
+        if token.special and number in plain:
             name = printable(token.content)
             print(f"{name} in the prompt is read as a special token, not as text", file=sys.stderr)
-    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    decoded = tokenizer.decode(plain, clean_up_tokenization_spaces=False)
     if decoded != options.prompt:
         print(f"the tokenizer changes the prompt to {printable(decoded)!r}", file=sys.stderr)
-    positions, length = model.config.max_position_embeddings, prompt["input_ids"].shape[1]
+    # Tokenizers of imported models may put tokens such as <s> before a text.
+    whole: list[int] = encode()["input_ids"]
+    before = whole[: -len(plain)] if whole[-len(plain) :] == plain else []
+    prompt = torch.tensor([before + plain])
+    positions, length = model.config.max_position_embeddings, prompt.shape[1]
     remaining = positions - length
     if remaining < 1:
         raise InputError(
@@ -120,8 +125,8 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
         pad_token_id=ends[0],
         **(sampling if options.temperature else {}),
     )
-    written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
-    ids = written[0].tolist()
+    written = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt))
+    ids = written[0].tolist()[len(before) :]
     missing = set(ids) - set(tokenizer.get_vocab().values())
     if missing:
         raise InputError(f"the model generated token {min(missing)}, which is not in its tokenizer")

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.families import all_units
@@ -209,6 +211,16 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal
     assert drawn[0] == printable(tokenizer.decode(ids[0])) + "\n"
     assert "--seed requires --temp" in refusal(generate([str(out), "A matrix", "--seed", "1"]))
     settings = json.loads((out / "tokenizer.json").read_text())
+    changed = Tokenizer.from_file(str(out / "tokenizer.json"))
+    changed.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    changed.save(str(out / "tokenizer.json"))
+    assert generate([str(out), "A matrix", "--tokens", "8"]) == 0
+    ids = torch.tensor([[0, *tokenizer("A matrix")["input_ids"]]])
+    for _ in range(8):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    assert capsys.readouterr().out == printable(tokenizer.decode(ids[0, 1:])) + "\n" != texts[0]
     for change, said in ({}, ""), ({"normalizer": {"type": "Lowercase"}}, "'a matrix'"):
         (out / "tokenizer.json").write_text(json.dumps(settings | change))
         assert generate([str(out), "A matrix", "--tokens", "2"]) == 0
