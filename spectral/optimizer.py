@@ -48,6 +48,7 @@ from .parameter_state import (
     listed_in,
     loaded,
     members_of,
+    names_of,
     rule_of,
     same,
     saved_problems,
@@ -107,8 +108,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields set by the user
     _replicas: "ProcessGroup | None" = None  # None in a copied optimizer
     _exchange_dtype: torch.dtype | None = None
-    _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from `split_parameters`
-    _module: "ref[torch.nn.Module] | None" = None  # from `split_parameters`, until the first step
+    # Names from `split_parameters` and their modules; sharding replaces the parameters.
+    _frozen: Sequence[tuple[str, "ref[torch.nn.Module]"]] = ()
+    _module: "ref[torch.nn.Module] | None" = None  # from `split_parameters`
 
     def __init__(
         self,
@@ -169,7 +171,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._exchange_dtype = exchange_dtype
         if isinstance(params, ParameterSplit):
             self._replicas = replicas or params.replicas
-            self._frozen = [(name, ref(parameter)) for name, parameter in params.frozen]
+            modules = dict(params.module.named_modules())
+            holders = [(name, modules.get(name.rpartition(".")[0])) for name, _ in params.frozen]
+            self._frozen = [(name, ref(module)) for name, module in holders if module is not None]
             self._module = ref(params.module)
         super().__init__(params, defaults)
 
@@ -181,6 +185,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
         self._present = 0  # hash of the parameters that had gradients in the last step
+        self._missing = 0  # largest number of parameters without a gradient in any step
         self._snapshot: Snapshot | None = None  # of the last step
         self._kinds: dict[Tensor, Kind] = {}
         self._names: dict[Tensor, str] = {}
@@ -199,9 +204,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset_figures()
-        self._kinds = kinds_of(self.param_groups)
-        for group in self.param_groups:
-            self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
+        self._kinds, self._names = kinds_of(self.param_groups), names_of(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, fill in all fields of its rule, and initialise its state."""
@@ -226,13 +229,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     self.state.pop(parameter, None)
             raise
         self._kinds |= dict.fromkeys(group["params"], (group["rule"], division))
-        self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
+        self._names |= names_of([group])
 
     def _warn_unfrozen(self) -> None:
         """Warn once about each parameter that was frozen when split and now has a gradient."""
         names = []
-        for name, frozen in self._frozen:
-            parameter = frozen()
+        for name, holder in self._frozen:
+            parameter = getattr(holder(), "_parameters", {}).get(name.rpartition(".")[2])
             if parameter is None or not parameter.requires_grad or parameter.grad is None:
                 continue
             if parameter not in self._kinds:
@@ -254,7 +257,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for name, old in zip(group.get("param_names", ()), group["params"], strict=False):
                 now = named.get(name)
                 replaced = now is not None and now.grad is not None and old not in present
-                if replaced and old.grad is None:
+                if replaced and old.grad is None and now not in self._kinds:
                     raise ValueError(
                         f"{name} was replaced after the optimizer was created, as fully_shard and "
                         "load_state_dict(assign=True) do; create the optimizer afterwards"
@@ -383,6 +386,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if self._matrices is None or not same([p for p, _, _ in shared], [*self._matrices.index]):
             self._matrices = self._shared_matrices(shared)
         self._kinds, self._snapshot = kinds, now
+        names = names_of(self.param_groups)
+        replaced = {*names.values()}  # names whose former parameters are no longer needed
+        self._names = {p: n for p, n in self._names.items() if n not in replaced} | names
         return now
 
     def _shared_matrices(
@@ -521,9 +527,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
             _check_rates(group)
         if self._frozen:
             self._warn_unfrozen()
-        if self._module is not None:
-            self._check_module(self._module())
-            self._module = None
         snapshot = self._share()
         active = self._gate(snapshot)
         self.last_reports = []
@@ -618,11 +621,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Return None to take the step, or a 0-d bool that is False if the step must be skipped.
 
         Skipped steps are counted. All ranks that share parameters return the same value. Raises
-        FloatingPointError on a nonfinite gradient with `nonfinite="raise"`, and ValueError if ranks
-        have gradients for different parameters.
+        FloatingPointError on a nonfinite gradient with `nonfinite="raise"`, and ValueError if a
+        parameter was replaced or ranks have gradients for different parameters.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
+        missing = len(parameters) - len(grads)
+        if missing > self._missing and self._module is not None:
+            self._check_module(self._module())
+            self._missing = missing
         if not grads and self._ranks is None:
             return None
         raises = self.defaults["nonfinite"] == "raise"

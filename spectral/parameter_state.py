@@ -208,6 +208,15 @@ def kinds_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Kind]:
     }
 
 
+def names_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
+    """Return the name of every named parameter."""
+    return {
+        parameter: name
+        for group in groups
+        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+
+
 def check_kinds(
     kinds: Mapping[Tensor, Kind], before: Mapping[Tensor, Kind], state: Mapping[Any, Any]
 ) -> None:

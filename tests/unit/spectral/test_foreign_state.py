@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
@@ -525,6 +526,17 @@ def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) ->
         optimizer.step()
 
 
+def test_a_replaced_parameter_is_freed() -> None:
+    """accelerate's prepare puts sharded parameters in the place of those of the whole model."""
+    optimizer = Muon([("first", Parameter(torch.ones(4, 4)))], lr=0.1)
+    optimizer.step()
+    [parameters] = [group["params"] for group in optimizer.param_groups]
+    before = weakref.ref(parameters[0])
+    parameters[0] = Parameter(torch.ones(4, 4))
+    optimizer.step()
+    assert before() is None
+
+
 @pytest.mark.parametrize(
     ("rule", "name"),
     [("adamw", "step"), ("adamw", "variance"), ("normuon", "square"), ("adamuon", "square")],
@@ -627,10 +639,21 @@ def test_a_parameter_without_elements_is_stepped_by_an_elementwise_rule() -> Non
     assert full.detach().max() < 1
 
 
-def test_parameters_replaced_by_assignment_are_named() -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_parameters_replaced_by_assignment_are_named(steps: int) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = Muon(split_parameters(model, example=torch.ones(3, 4)))
+    for _ in range(steps):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     model(torch.ones(3, 4)).sum().backward()
-    with pytest.raises(ValueError, match="0.weight was replaced after the optimizer was created"):
-        optimizer.step()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="0.weight was replaced after the optimizer was"):
+            optimizer.step()
+    for group in split_parameters(model, example=torch.ones(3, 4)):
+        optimizer.add_param_group(group)
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
