@@ -108,10 +108,13 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
     """Raise TypeError for a name that is not a field of the rule, suggesting the closest field.
 
     Names in `FIXED` are accepted only with the values listed there. Since other programs store keys
-    in groups, `foreign` also accepts names in `HOSTS` and names that do not resemble any field.
+    in groups, `foreign` also accepts names in `HOSTS` and names that are not a misspelled field.
     Options of the whole optimizer raise an error.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
+    similarity = (
+        0.85 if foreign else 0.6
+    )  # of "momentun" and "momentum", not "lr_scale" and "scale"
     unknown = options.keys() - set(known)
     for name in sorted({*WHOLE} & options.keys()):
         raise TypeError(f"{name!r} is not a group option; pass it to the optimizer")
@@ -123,6 +126,6 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
             allowed = " or ".join(map(str, values))
             raise TypeError(f"{name} must be {allowed}, got {options[name]!r}: {reason}")
     for name in sorted(unknown - FIXED.keys() - (HOSTS if foreign else set())):
-        hint = f"; {HINTS[name]}" if name in HINTS else nearest(name, known)
+        hint = f"; {HINTS[name]}" if name in HINTS else nearest(name, known, similarity=similarity)
         if hint or not foreign:
             raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")

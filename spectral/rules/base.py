@@ -377,8 +377,11 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
         raise ValueError(f"{name} must be one of {choices}, got {value!r}{nearest(value, choices)}")
 
 
-def nearest(name: object, known: Iterable[object]) -> str:
-    """Return a message suffix that suggests the closest name, or "" if none is close."""
+def nearest(name: object, known: Iterable[object], *, similarity: float = 0.6) -> str:
+    """Return a message suffix that suggests the closest name, or "" if none is close.
+
+    `similarity` is the least ratio of `difflib.SequenceMatcher` for a close name.
+    """
     names = {str(x): x for x in known}
-    close = difflib.get_close_matches(str(name), [*names], n=1)
+    close = difflib.get_close_matches(str(name), [*names], n=1, cutoff=similarity)
     return f"; did you mean {names[close[0]]!r}?" if close else ""

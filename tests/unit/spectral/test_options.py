@@ -168,6 +168,8 @@ def test_groups_keep_the_keys_of_other_programs() -> None:
     keys = {"fused": True, "foreach": False, "wd_mult": 1.0, "lr_mult": 1.0, "min_lr": 0.0}
     keys |= {"max_lr": 1.0, "is_expert_parallel": False, "default_config": True, "eps": 1e-8}
     keys |= {"base_momentum": 0.85, "max_momentum": 0.95}
+    keys |= {"lr_scale": 0.5, "group_name": "layer_0", "names": ["a"], "layer_name": "a"}  # timm
+    keys |= {"weight_decay_mult": 1.0, "lr_decay": 0.9, "momentum_decay": 0.9, "module": "a"}
     optimizer = Muon([{"params": [weight(8, 12)], **keys}])
     optimizer.step()
     assert keys.items() <= optimizer.param_groups[0].items()
