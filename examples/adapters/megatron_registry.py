@@ -5,16 +5,16 @@
     register()  # in pretrain_gpt.py, before `pretrain(...)`
 
 Requires megatron-core 0.19, whose optimizer registry it extends, and emerging-optimizers, without
-which Megatron ignores the registry. Each head of q, k and v and each half of a gated layer is a
-separate matrix. Embeddings, output heads and gains are stepped by Megatron's Adam. Pipeline and
-data parallelism work unchanged. Under tensor parallelism, each matrix is stepped as a whole on one
-rank. Routed experts are not supported. Optimizer state is not saved in checkpoints: set
-`--no-save-optim`.
+which Megatron ignores the registry. Each head of q, k and v, also of multi-latent attention, and
+each half of a gated layer is a separate matrix. Embeddings, output heads and gains are stepped by
+Megatron's Adam. Pipeline and data parallelism work unchanged. Under tensor parallelism, each matrix
+is stepped as a whole on one rank. Routed experts, Mamba layers and gated delta networks are not
+supported. Optimizer state is not saved in checkpoints: set `--no-save-optim`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,24 +64,20 @@ def build(
     checks. `groups_of_ranks` are the data-parallel and tensor-parallel process groups, or None
     without tensor parallelism.
     """
-    divisions = {
-        parameter: rows_of(name, parameter, chunk)
+    named = {
+        parameter: (name, chunk)
         for chunk in model_chunks
         for name, parameter in chunk.named_parameters()
     }
     divided = []
     for group in groups:
-        by_rows: dict[int, list[torch.Tensor]] = {}
+        alike: dict[Layout, list[torch.Tensor]] = {}
         for parameter in group["params"]:
-            by_rows.setdefault(divisions[parameter], []).append(parameter)
-        for rows, params in by_rows.items():
-            divided.append({**group, "params": params, "units": {"rows": [rows]} if rows else {}})
+            alike.setdefault(layout_of(parameter, *named[parameter]), []).append(parameter)
+        for layout, params in alike.items():
+            units = {"rows": [*layout.rows]}
+            divided.append({**group, "params": params, "units": units, "gated": layout.gated})
     if groups_of_ranks is not None:
-        if not all(getattr(p, "allreduce", True) for group in divided for p in group["params"]):
-            raise ValueError(
-                "tensor-parallel size must be 1 with routed experts, got "
-                f"{groups_of_ranks[1].size()}"
-            )
         return TensorParallel(kind, divided, groups_of_ranks, lr=lr, weight_decay=weight_decay)
     return kind(divided, lr=lr, weight_decay=weight_decay, nonfinite="skip")
 
@@ -138,25 +134,46 @@ class TensorParallel(torch.optim.Optimizer):
         layers split into halves, and the `units` of these tensors."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        tensors, units = [], group["units"]
+        tensors, halves = [], group["gated"]
         for parameter in group["params"]:
             cut = getattr(parameter, "tensor_model_parallel", False)
             placement = Shard(parameter.partition_dim) if cut else Replicate()
-            halves = units.get("rows") == [len(parameter) // 2]
             value = select(parameter)
             if value is None:  # no gradient
                 tensors += [None] * (1 + halves)
                 continue
             for part in value.chunk(1 + halves):
                 tensors.append(DTensor.from_local(part, self.mesh, [Replicate(), placement]))
-        return {"params": tensors, "units": {} if halves else units}
+        return {"params": tensors, "units": {} if halves else group["units"]}
 
 
-def rows_of(name: str, parameter: torch.Tensor, chunk: torch.nn.Module) -> int:
-    """Return the number of rows per matrix in a weight, or 0 if the weight is a single matrix."""
-    config = next(module.config for module in chunk.modules() if hasattr(module, "config"))
-    if name.endswith("linear_qkv.weight"):
-        return int(config.kv_channels)
-    if name.endswith("linear_fc1.weight") and config.gated_linear_unit:
-        return int(parameter.shape[0] // 2)
-    return 0
+class Layout(NamedTuple):
+    """The matrices in a weight: their row counts, which repeat (none for a single matrix), and
+    whether they are the halves of a gated layer."""
+
+    rows: tuple[int, ...] = ()
+    gated: bool = False
+
+
+def layout_of(parameter: torch.Tensor, name: str, chunk: torch.nn.Module) -> Layout:
+    """Return the matrices in a weight.
+
+    Raises ValueError for routed experts and other weights that are not supported.
+    """
+    if ".experts." in name or not getattr(parameter, "allreduce", True):
+        raise ValueError(f"routed experts are not supported, got {name}")
+    if name.endswith("in_proj.weight"):
+        raise ValueError(f"Mamba and gated delta networks are not supported, got {name}")
+    config: Any = next(module.config for module in chunk.modules() if hasattr(module, "config"))
+    match name.removesuffix(".weight").rpartition(".")[2]:
+        case "linear_fc1" if config.gated_linear_unit:
+            return Layout((parameter.shape[0] // 2,), gated=True)
+        case "linear_qkv" | "linear_q" | "linear_kv":
+            return Layout((config.kv_channels,))
+        case "linear_q_proj" | "linear_q_up_proj":  # this and the next: multi-latent attention
+            return Layout((config.qk_head_dim + config.qk_pos_emb_head_dim,))
+        case "linear_kv_up_proj":
+            return Layout((config.qk_head_dim, config.v_head_dim))
+        case "linear_kv_down_proj":
+            return Layout((config.kv_lora_rank, config.qk_pos_emb_head_dim))
+    return Layout()

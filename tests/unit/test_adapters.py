@@ -34,9 +34,14 @@ class Chunk(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(kv_channels=HEAD, gated_linear_unit=True)
+        self.config.qk_head_dim, self.config.qk_pos_emb_head_dim = 5, 3
+        self.config.v_head_dim, self.config.kv_lora_rank = 6, 7
         self.linear_qkv = nn.Linear(WIDTH, 8 * HEAD, bias=False)
         self.linear_proj = nn.Linear(WIDTH, WIDTH, bias=False)
         self.linear_fc1 = nn.Linear(WIDTH, 2 * INNER, bias=False)
+        self.linear_q_up_proj = nn.Linear(WIDTH, 2 * (5 + 3), bias=False)
+        self.linear_kv_up_proj = nn.Linear(WIDTH, 2 * (5 + 6), bias=False)
+        self.linear_kv_down_proj = nn.Linear(WIDTH, 7 + 3, bias=False)
 
     def loss(self) -> torch.Tensor:
         """Return a loss whose gradient reaches all weights."""
@@ -45,7 +50,7 @@ class Chunk(nn.Module):
 
 
 def test_megatrons_weights_are_stepped_matrix_by_matrix(adapter) -> None:
-    """Every head and both halves of the gated layer end on separate spheres."""
+    """Every head, part of a latent, and half of the gated layer ends on its own sphere."""
     megatron = adapter("megatron_registry")
     torch.manual_seed(0)
     chunk = Chunk()
@@ -57,12 +62,30 @@ def test_megatrons_weights_are_stepped_matrix_by_matrix(adapter) -> None:
         chunk.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for layer, rows in ((chunk.linear_qkv, HEAD), (chunk.linear_fc1, INNER)):
-        matrices = layer.weight.detach().unflatten(0, (-1, rows))
-        norms = torch.linalg.matrix_norm(matrices, 2)
-        radius = (rows / WIDTH) ** 0.5
-        # A step of 1e-3 may raise another singular value by as much.
-        torch.testing.assert_close(norms, torch.full_like(norms, radius), rtol=3e-3, atol=0)
+    for layer, rows in (
+        (chunk.linear_qkv, [HEAD]),
+        (chunk.linear_fc1, [INNER]),
+        (chunk.linear_q_up_proj, [5 + 3]),
+        (chunk.linear_kv_up_proj, [5, 6]),
+        (chunk.linear_kv_down_proj, [7, 3]),
+    ):
+        weight = layer.weight.detach()
+        for matrix in weight.split(rows * (len(weight) // sum(rows))):
+            norm = torch.linalg.matrix_norm(matrix, 2).item()
+            # A step of 1e-3 may raise another singular value by as much.
+            assert norm == pytest.approx((len(matrix) / WIDTH) ** 0.5, rel=3e-3)
+
+
+@pytest.mark.parametrize("name", ["mlp.experts.linear_fc1.weight", "mlp.in_proj.weight"])
+def test_megatrons_weights_that_are_not_divided_are_refused(adapter, name: str) -> None:
+    megatron, chunk = adapter("megatron_registry"), Chunk()
+    experts = nn.ModuleDict({"linear_fc1": nn.Linear(WIDTH, INNER)})
+    chunk.mlp = nn.ModuleDict({"experts": experts, "in_proj": nn.Linear(WIDTH, INNER)})
+    groups = [{"params": [chunk.get_parameter(name)]}]
+    with pytest.raises(ValueError, match=f"not supported, got {name}"):
+        megatron.build(
+            megatron.KINDS["sso"], groups, model_chunks=[chunk], lr=1e-3, weight_decay=0.0
+        )
 
 
 def test_under_tensor_parallelism_idle_weights_stay_and_experts_are_refused(adapter, world) -> None:
