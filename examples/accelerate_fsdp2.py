@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40
 
 `prepare` shards the model and swaps the parameters in the optimizer's groups for sharded ones. The
-optimizer creates parameter state only at the first step. On CPUs, accelerate only supports DDP.
+optimizer replaces the whole model's state with sharded state in the first step, so create both on
+the CPU. On CPUs, accelerate only supports DDP.
 """
 
 import argparse

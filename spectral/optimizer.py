@@ -6,6 +6,7 @@ A group holds every hyper-parameter of its rule as a plain value, which schedule
 `state_dict` saves. Matrices with the same shape and rates are updated together. A group's `units`
 divides its parameters into matrices (`spectral.division`). Without `units`, each parameter is one
 matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to `[out, in * ...]`.
+Parameters with three axes require `units`, because they may be convolutions or stacked experts.
 
 Parameters may be DTensors from FSDP2, HSDP and tensor parallelism; see
 `spectral.sharded.shared_matrices`.
@@ -675,6 +676,12 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
             _check_matrices(rule, division, parameter, name)
             if group["units"] is None:
                 check_name(name)
+                if parameter.ndim == 3:
+                    raise ValueError(
+                        f"{name or 'a parameter'} of shape {tuple(parameter.shape)} is a stack of "
+                        "matrices or one convolution: use split_parameters, or set the group's "
+                        "units to {'stacked': True} or {}"
+                    )
 
 
 def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:

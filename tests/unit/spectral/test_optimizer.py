@@ -140,6 +140,23 @@ def test_convolution_weights_are_flattened() -> None:
         torch.testing.assert_close(convolution.flatten(1), matrix)
 
 
+def test_a_weight_with_three_axes_needs_units() -> None:
+    values, grad = torch.randn(2, 6, 4), torch.randn(2, 6, 4)
+    with pytest.raises(ValueError, match=r"experts of shape \(2, 6, 4\) is a stack of matrices or"):
+        Muon([("experts", nn.Parameter(values))])
+
+    def stepped(value: Tensor, grad: Tensor, units: dict[str, bool] | None = None) -> Tensor:
+        parameter = nn.Parameter(value.clone())
+        parameter.grad = grad.clone()
+        Muon([{"params": [parameter], "units": units}]).step()
+        return parameter.detach()
+
+    parts = [*map(stepped, values, grad)]
+    torch.testing.assert_close([*stepped(values, grad, {"stacked": True})], parts)
+    whole = stepped(values.flatten(1), grad.flatten(1))
+    torch.testing.assert_close(stepped(values, grad, {}).flatten(1), whole)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["gradient", "rate"])
 def test_what_is_no_number_raises_before_anything_moves(place: str, bad: float) -> None:
