@@ -440,6 +440,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             saved = super().state_dict()
         finally:
             state.update(foreign)
+        for group in saved["param_groups"]:  # torch.load(weights_only=True) rejects NumPy's numbers
+            group |= {k: v.item() for k, v in group.items() if _is_numpy(v)}
         if foreign:
             saved["state"][FOREIGN] = foreign
         return saved
@@ -699,6 +701,11 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
                 "elementwise rule, as split_parameters(model) does"
             ) from None
     division.boxes(parameter.shape)
+
+
+def _is_numpy(value: object) -> bool:
+    """Return whether a value is a NumPy scalar, without importing NumPy."""
+    return isinstance(value, Number) and hasattr(value, "item")
 
 
 def _are_float64(params: Iterable[Any]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -524,6 +525,19 @@ def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) ->
     optimizer.param_groups[0]["params"].append(Parameter(torch.ones(2, 3)))
     with pytest.raises(ValueError, match=r"must have a name, but one of shape \(2, 3\)"):
         optimizer.step()
+
+
+def test_numbers_of_numpy_are_saved_as_plain_numbers() -> None:
+    """A schedule computed with NumPy writes its numbers into the groups."""
+    optimizer, file = made("muon"), io.BytesIO()
+    numbers = {"lr": np.float64(0.25), "momentum": np.float32(0.5), "warmup": np.int64(3)}
+    optimizer.param_groups[0].update(numbers)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = made("muon")
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert numbers.items() <= other.param_groups[0].items()
 
 
 def test_a_replaced_parameter_is_freed() -> None:
