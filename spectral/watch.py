@@ -212,6 +212,7 @@ class Facts:
 class Side(NamedTuple):
     """An operand of an elementwise operation, with as many axes as the result."""
 
+    tensor: Tensor
     facts: Facts
     columns: Tensor | None
     shape: tuple[int, ...]
@@ -398,47 +399,24 @@ class Watch(TorchDispatchMode):
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation, whose result has the columns of its operands."""
-        pairs = [(t, self._side(t, out)) for t in operands if _broadcasts(t, out)]
-        sides, whole = [s for _, s in pairs], [(t, s) for t, s in pairs if t.shape == out.shape]
-        result = self.facts(out)
-        full = [s for _, s in whole] or sides
-        distinct = self._distinct(sides)
+        sides = [self._side(t, out) for t in operands if _broadcasts(t, out)]
+        whole = [side for side in sides if side.tensor.shape == out.shape]
+        distinct, full, result = self._distinct(sides), whole or sides, self.facts(out)
         if name == "mul":
-            self._choose_weights(pairs)
+            self._choose_weights(sides)
         if not distinct:
-            weight = next((t for t, _ in whole if t in self.weights), None)
-            if weight is None:
-                return
-            chosen = any(s.facts.is_active for s in full)
-            result.is_active &= chosen
-            copies = _is_copy(name, [t for t, _ in pairs]) and len(self._use(weight).shape) > 2
-            if copies or not chosen:
-                self.weights.copy(out, weight)
-            return
-        computed = [t for t, s in pairs if s.facts.is_product]
-        matrices = [s for s in sides if s.facts.is_parameter and sum(n > 1 for n in s.shape) > 1]
-        if computed and len(computed + matrices) > 1 and name not in FILLS:  # computes a weight
-            operation = f"a {'sum' if name in ADDITIONS else 'product'} with a weight"
-            self._hide(computed, operation)
-        if computed and all(s.facts.is_product for s in sides if s.facts.is_active):
-            result.is_product = True
+            return self._copy_weight(name, sides, whole, out)
+        self._multiply_weights(name, sides, result)
         # Positions and gains only scale columns; activations multiply vectors or whole tensors.
         scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
         factors = [s for s in sides if s.columns is None and s.counts and s.facts.is_active]
         scales |= any(side.vectors(factor) for side in sides for factor in factors)
         if scales and name not in ADDITIONS:
             for side, other in permutations(sides, 2):
-                axes = side.vectors(other) or side.moving
-                if side.columns is not None and other.columns is not None:
-                    scaled = (self.numbers.adds_matrices(other.columns, axis) for axis in axes)
-                    axes = [] if axes and all(scaled) else axes  # a single factor per matrix
-                self.numbers.consume(side.columns, axes, PRODUCT)
-                scores = axes == side.moving and other.vectors(side)
-                if side.columns is not None and scores and self._sums(side.columns):
-                    self.numbers.consume(side.columns, [], PRODUCT)  # a score for each head
+                self._scale(side, other)
             distinct = self._distinct(full) or distinct
         elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
-            streams = all(_is_stream(s.facts.origin, name) for _, s in whole)
+            streams = all(_is_stream(side.facts.origin, name) for side in whole)
             for use in self.numbers.beneath(distinct[0]) if streams else ():
                 use.joined.add(None)
         if name == "mul" and len(sides) == 2:
@@ -447,6 +425,41 @@ class Watch(TorchDispatchMode):
             result.factors = sides[0].facts.factors
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
         self.columns.write(out, reduce(joined, distinct))
+
+    def _copy_weight(
+        self, name: str, sides: Sequence[Side], whole: Sequence[Side], out: Tensor
+    ) -> None:
+        """Follow an elementwise operation on a weight: the result is a weight, too."""
+        weight = next((side.tensor for side in whole if side.tensor in self.weights), None)
+        if weight is None:
+            return
+        chosen = any(side.facts.is_active for side in whole)
+        self.facts(out).is_active &= chosen
+        copies = _is_copy(name, [side.tensor for side in sides])
+        if not chosen or (copies and len(self._use(weight).shape) > 2):
+            self.weights.copy(out, weight)
+
+    def _multiply_weights(self, name: str, sides: Sequence[Side], result: Facts) -> None:
+        """Follow products of parameters. Mark the factors of a computed weight as hidden."""
+        computed = [side.tensor for side in sides if side.facts.is_product]
+        matrices = [s for s in sides if s.facts.is_parameter and sum(n > 1 for n in s.shape) > 1]
+        if computed and len(computed + matrices) > 1 and name not in FILLS:
+            operation = f"a {'sum' if name in ADDITIONS else 'product'} with a weight"
+            self._hide(computed, operation)
+        if computed and all(side.facts.is_product for side in sides if side.facts.is_active):
+            result.is_product = True
+
+    def _scale(self, side: Side, other: Side) -> None:
+        """Record the vectors of columns that another operand multiplies."""
+        if side.columns is None:
+            return
+        axes = side.vectors(other) or side.moving
+        if other.columns is not None and axes:
+            scaled = (self.numbers.adds_matrices(other.columns, axis) for axis in axes)
+            axes = [] if all(scaled) else axes  # a single factor per matrix
+        self.numbers.consume(side.columns, axes, PRODUCT)
+        if axes == side.moving and other.vectors(side) and self._sums(side.columns):
+            self.numbers.consume(side.columns, [], PRODUCT)  # a score for each head
 
     def _distinct(self, sides: Iterable[Side]) -> list[Tensor]:
         """Return the distinct columns of operands, except sums that only scale other operands."""
@@ -467,13 +480,13 @@ class Watch(TorchDispatchMode):
         """Return whether some columns are sums."""
         return isinstance(self.numbers.record(columns.max()), Sums)
 
-    def _choose_weights(self, operands: Iterable[tuple[Tensor, Side]]) -> None:
+    def _choose_weights(self, sides: Sequence[Side]) -> None:
         """Mark weights as hidden if activations multiply their whole matrices, as in mixtures."""
-        for (t, side), (_, factor) in permutations(operands, 2):
+        for side, factor in permutations(sides, 2):
             shared = [n for n, m in zip(side.shape, factor.shape, strict=True) if n > 1 == m]
             chosen = factor.columns is not None or factor.facts.is_active
-            if t in self.weights and len(shared) > 1 and chosen:
-                self._hide([t], "a product with activations, which may choose a weight,")
+            if side.tensor in self.weights and len(shared) > 1 and chosen:
+                self._hide([side.tensor], "a product with activations, which may choose a weight,")
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Wrap an operand of an elementwise operation in a `Side`."""
@@ -487,7 +500,7 @@ class Watch(TorchDispatchMode):
         facts, varies = self.facts(tensor), tensor.numel() > 1
         live = facts.origin > 0 and not isinstance(tensor, nn.Parameter)
         shape = (*missing, *tensor.shape, *[1] * out.is_complex())
-        return Side(facts, columns, shape, counts=columns is not None or (live and varies))
+        return Side(tensor, facts, columns, shape, counts=columns is not None or (live and varies))
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """For an operation that moves elements, move their columns or numbers in the same way."""
