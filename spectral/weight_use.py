@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .division import Division, sizes_of
+from .division import Division
 
 LAYER = "a layer"
 INNER = "a matrix product of activations"
@@ -133,22 +133,21 @@ class Use:
         if len(divisions) > 1:
             raise ValueError("its stacked matrices are divided in different ways")
         (division,) = divisions
-        sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
-        outputs = int(division.transposed)
+        shapes = division.shapes(self.shape)
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
         joined = set() if self.in_loss and not self.returned else self.joined
         reached = scaled or taken & {self, *joined}
         kinds = [INNER] if {*self.sets} == {INNER, PRODUCT} else [*self.sets]
         if reached and self.sets and all(len(s) == 1 for kind in kinds for s in self.sets[kind]):
             return Seen(None, "its columns are used one at a time: scalars")
-        joint = frozenset(columns for columns in chain(*cuts) if len(columns) > 1)
-        crossed = self.outputs and not grouped and joint
-        single = [s[outputs] == 1 < prod(s) for s in sides]
-        if crossed and (all(single) or (any(single) and _overlap(joint))):
+        several = frozenset(columns for columns in chain(*cuts) if len(columns) > 1)
+        crossed = self.outputs and not grouped and several
+        single = [rows == 1 < inputs for rows, inputs in shapes]
+        if crossed and (all(single) or (any(single) and _overlap(several))):
             raise ValueError(
                 "operations on two axes of its outputs would leave matrices of one output each"
             )
-        if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
+        if not self.outputs or all(1 in shape for shape in shapes):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
         used, count = set[int]().union(*chain.from_iterable(self.sets.values())), self._count
         if self.stacked and 0 in self.outputs:  # some entries may have no tokens
