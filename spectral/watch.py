@@ -295,20 +295,10 @@ class Watch(TorchDispatchMode):
         operands = [] if SHAPES.match(name) else tensors_in((args, kwargs))
         if not all(map(is_strided, (*operands, *results))):
             return self._hide(filter(is_strided, operands), f"{func} of sparse tensors")
-        known = [*map(self.facts, operands)]
-        for columns, compared in (facts.chosen for facts in known if facts.chosen):
-            if name in COMPARISONS or not compared:
-                self.numbers.consume(columns, range(columns.ndim), CHOICE)
         weights = [t for t in operands if t in self.weights]
         tracked = [t for t in operands if t.numel() and t in self.columns]
-        origin = max((facts.origin for facts in known), default=Origin.POSITIONS)
-        if name.rstrip("_") in WAVES and origin != Origin.PARAMETERS:
-            origin = Origin.POSITIONS
         random = torch.Tag.nondeterministic_seeded in func.tags
-        active = bool(tracked) or any(facts.is_active for facts in known)
-        for facts in map(self.facts, results):
-            facts.origin = max(origin, Origin.ACTIVATIONS) if origin or random else facts.origin
-            facts.is_active |= active
+        self._derive_facts(name, operands, results, bool(tracked), random)
         if name in PRODUCTS or name in COPIES:
             self._watch_vectors(name, operands, results)
         if not weights and not tracked:
@@ -359,6 +349,22 @@ class Watch(TorchDispatchMode):
             self.end_with(tracked, loss=True)
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
+
+    def _derive_facts(
+        self, name: str, operands: list[Tensor], results: list[Tensor], tracked: bool, random: bool
+    ) -> None:
+        """Derive the facts about results, and record choices that read a maximum or its index."""
+        known = [*map(self.facts, operands)]
+        for columns, compared in (facts.chosen for facts in known if facts.chosen):
+            if name in COMPARISONS or not compared:
+                self.numbers.consume(columns, range(columns.ndim), CHOICE)
+        origin = max((facts.origin for facts in known), default=Origin.POSITIONS)
+        if name.rstrip("_") in WAVES and origin != Origin.PARAMETERS:
+            origin = Origin.POSITIONS
+        active = tracked or any(facts.is_active for facts in known)
+        for facts in map(self.facts, results):
+            facts.origin = max(origin, Origin.ACTIVATIONS) if origin or random else facts.origin
+            facts.is_active |= active
 
     def _watch_vectors(self, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """Record a matmul that uses a vector, or a copy of it, as a matrix."""
