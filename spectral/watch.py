@@ -399,9 +399,8 @@ class Watch(TorchDispatchMode):
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
         for t in filter(is_strided, tensors):
-            for use in self.numbers.beneath(columns := self.columns.read(t)):
-                term = loss or (columns is not None and self._is_statistic(columns))
-                use.in_loss, use.returned = use.in_loss or term, use.returned or not term
+            for use in self.numbers.beneath(self.columns.read(t)):
+                use.in_loss, use.returned = use.in_loss or loss, use.returned or not loss
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation, whose result has the columns of its operands."""
@@ -440,7 +439,6 @@ class Watch(TorchDispatchMode):
         if weight is None:
             return
         chosen = any(side.facts.is_active for side in whole)
-        self.facts(out).is_active &= chosen
         copies = _is_copy(name, [side.tensor for side in sides])
         if not chosen or (copies and len(self._use(weight).shape) > 2):
             self.weights.copy(out, weight)
@@ -472,15 +470,12 @@ class Watch(TorchDispatchMode):
         distinct: list[Tensor] = []
         known = [side.columns for side in sides if side.columns is not None]
         for columns in sorted(known, key=Tensor.numel, reverse=True):
-            own = self.numbers.beneath(columns) if self._is_statistic(columns) else None
+            single = columns.numel() == 1 and self._sums(columns)  # such as a vector norm
+            own = self.numbers.beneath(columns) if single else None
             scales = own in [*map(self.numbers.beneath, distinct)]
             if not (scales or any(bool((columns == other).all()) for other in distinct)):
                 distinct.append(columns)
         return distinct
-
-    def _is_statistic(self, columns: Tensor) -> bool:
-        """Return whether all elements have the number of a single sum, such as a vector norm."""
-        return columns.numel() == 1 and self._sums(columns)
 
     def _sums(self, columns: Tensor) -> bool:
         """Return whether some columns are sums."""
@@ -570,7 +565,6 @@ class Watch(TorchDispatchMode):
         first, second = sides
         if first.facts.is_parameter or second.facts.is_parameter:
             inner = all(s.facts.is_parameter or axes <= {*s.moving} for s in sides)
-            inner &= all(s.shape[axis] > 1 for s in sides for axis in axes)
         else:
             pairs = [*zip(first.shape, second.shape, strict=True)]
             inner = axes <= {*first.moving} and first.moving == second.moving
