@@ -372,7 +372,7 @@ class Watch(TorchDispatchMode):
             vector = self.facts(t).vector
             if not vector or t.numel() * t.element_size() > t.untyped_storage().nbytes():
                 continue  # repeated, as a token is for each entry of a batch
-            if _is_copy(name, operands):
+            if sum(other.numel() > 1 for other in operands) == 1:
                 self.facts(results[0]).vector = vector
             elif name in PRODUCTS and t.ndim > 1 and min(t.shape[-2:]) > 1:
                 shape = "x".join(map(str, t.shape[-2:]))
@@ -410,7 +410,7 @@ class Watch(TorchDispatchMode):
         if name == "mul":
             self._choose_weights(sides)
         if not distinct:
-            return self._copy_weight(name, sides, whole, out)
+            return self._copy_weight(sides, whole, out)
         self._multiply_weights(name, sides, result)
         # Positions and gains only scale columns; activations multiply vectors or whole tensors.
         scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
@@ -431,16 +431,14 @@ class Watch(TorchDispatchMode):
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
         self.columns.write(out, reduce(joined, distinct))
 
-    def _copy_weight(
-        self, name: str, sides: Sequence[Side], whole: Sequence[Side], out: Tensor
-    ) -> None:
+    def _copy_weight(self, sides: Sequence[Side], whole: Sequence[Side], out: Tensor) -> None:
         """Follow an elementwise operation on a weight: the result is a weight, too."""
         weight = next((side.tensor for side in whole if side.tensor in self.weights), None)
         if weight is None:
             return
         chosen = any(side.facts.is_active for side in whole)
-        copies = _is_copy(name, [side.tensor for side in sides])
-        if not chosen or (copies and len(self._use(weight).shape) > 2):
+        alone = sum(side.tensor.numel() > 1 for side in sides) == 1
+        if not chosen or (alone and len(self._use(weight).shape) > 2):
             self.weights.copy(out, weight)
 
     def _multiply_weights(self, name: str, sides: Sequence[Side], result: Facts) -> None:
@@ -821,11 +819,6 @@ def _is_stream(origin: Origin, name: str) -> bool:
 def _moving(columns: Tensor) -> list[int]:
     """Return the axes along which columns change."""
     return [axis for axis, size in enumerate(columns.shape) if size > 1]
-
-
-def _is_copy(name: str, operands: Iterable[Tensor]) -> bool:
-    """Return whether an operation copies or scales its only operand with several elements."""
-    return name in COPIES and sum(t.numel() > 1 for t in operands) == 1
 
 
 def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
