@@ -55,6 +55,13 @@ class Columns:
     def record(self, number: Tensor | int) -> Use | Sums:
         return self.records[bisect_right(self.records, int(number), key=lambda r: r.start) - 1]
 
+    def leaves(self, number: int) -> set[int]:
+        """Return the columns in a sum, or the column itself."""
+        record = self.record(number)
+        if isinstance(record, Use):
+            return {number}
+        return set().union(*map(self.leaves, record.pairs[number - record.start].tolist()))
+
     def matrix(self, number: int) -> Any:
         """Return an identifier for the weight and stack entry that a column belongs to.
 

@@ -31,6 +31,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
     torch.backends.mha.set_fastpath_enabled(False)  # the fast path runs a whole layer as one op
+    fused = any(isinstance(module, nn.LSTM) for module in model.modules())  # by oneDNN
+    onednn = torch.backends.mkldnn.set_flags(False if fused else None)[0]
     try:
         for space in spaces:
             space.update({k: copied(v, parameters, copies) for k, v in space.items()})
@@ -43,6 +45,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if numpy is not None:
             numpy.random.set_state(numbers)
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch.backends.mkldnn.set_flags(onednn)
         for parameter, data, gradient, flag in trained:
             storages = parameter.untyped_storage(), data.untyped_storage()
             if storages[0] is not storages[1] or parameter.shape != data.shape:

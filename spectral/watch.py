@@ -79,7 +79,7 @@ EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
-NORMS = re.compile(r"(linalg_vector_)?norm|(var|std)(_mean)?")
+NORMS = re.compile(r"(linalg_vector_)?norm|(var|std)(_mean)?|a?(max|min)")
 """Reductions that measure the size of a weight, and therefore only scale it."""
 CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 """Operations that act on each channel (the second axis)."""
@@ -120,7 +120,7 @@ def watch(
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
     watched = Watch(weights, model.parameters(), filter(is_strided, tensors_in(example)))
     for name, vector in vectors.items():
-        watched.facts(vector).vector = name
+        watched.facts(vector).vector = name if vector.numel() > 1 else ""
     with undisturbed(model):
         for module in model.modules():
             if isinstance(module, parametrize.ParametrizationList):
@@ -150,7 +150,7 @@ def watch(
         raise ValueError(
             "\n".join(problems)
             + "\npass the divisions of these weights as units={name: {'rows': [n]}} ({} for one "
-            "matrix), pass their modules as elementwise, or pass an example that uses them"
+            "matrix), pass them or their modules as elementwise, or pass an example that uses them"
         )
     return seen
 
@@ -205,6 +205,7 @@ class Facts:
     is_product: bool = False  # whether parameters alone are multiplied: a table's rows, or a weight
     vector: str = ""  # the name of the vector that they belong to
     factors: "Sequence[Side]" = ()  # of a * b
+    terms: "Sequence[Side]" = ()  # of f(a + b)
     # For a maximum or its index: the columns, and whether only a comparison chooses among them.
     chosen: tuple[Tensor, bool] | None = None
 
@@ -307,12 +308,13 @@ class Watch(TorchDispatchMode):
             name = name[:-1]
         for use in map(self._use, weights):
             use.used = True
-            use.looked_up |= name in LOOKUPS and len(use.shape) == 2
+            use.looked_up |= name in LOOKUPS and len(use.shape) == 2 and not MOVES.fullmatch(name)
             use.idle |= not any(t.numel() for t in results)
         old = set() if in_place else {t.untyped_storage() for t in operands}
         fresh = [t for t in results if t.numel() and t.untyped_storage() not in old]
         indices = [t for t in tracked if not _is_continuous(t)]
         acts_on_each = STAYS.fullmatch(name) or torch.Tag.pointwise in func.tags
+        line = bool(fresh) and sum(n > 1 for n in fresh[0].shape) < 2  # one number for each row
         chooses = name in CHOICES and (isinstance(result, tuple) or name not in ("max", "min"))
         if tracked and chooses:
             self._choose(name, args, result)
@@ -325,6 +327,8 @@ class Watch(TorchDispatchMode):
                 self._stay("where", tracked, fresh[0])
             elif fresh[0].dtype != torch.bool and fresh[0].numel() > 1:
                 self._hide(operands, str(func))
+        elif tracked and name.startswith("_fft_"):
+            self._transform(str(func), args[0], args[1], fresh[0])
         elif any(t.is_complex() for t in operands) and not acts_on_each:
             self._hide(operands, f"{func} of complex numbers")
         elif name in PRODUCTS:
@@ -341,7 +345,7 @@ class Watch(TorchDispatchMode):
         elif acts_on_each:
             for out in fresh:
                 self._stay(name, operands[name == "copy" :], out)
-        elif (tracked or NORMS.fullmatch(name)) and REDUCTIONS.fullmatch(name):
+        elif (tracked or NORMS.fullmatch(name) or line) and REDUCTIONS.fullmatch(name):
             self._reduce(name, args[0], args[1:] or [*kwargs.values()], fresh[0])
         elif tracked and CHANNELWISE.match(name):
             self._channelwise(str(func), args[0], fresh[0])
@@ -416,6 +420,8 @@ class Watch(TorchDispatchMode):
         scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
         factors = [s for s in sides if s.columns is None and s.counts and s.facts.is_active]
         scales |= any(side.vectors(factor) for side in sides for factor in factors)
+        parts = [s for s in sides if s.columns is not None and self._is_part(s.columns)]
+        scales |= any({f.shape[axis] for axis in s.moving} == {1} for s in parts for f in factors)
         if scales and name not in ADDITIONS:
             for side, other in permutations(sides, 2):
                 self._scale(side, other)
@@ -424,6 +430,9 @@ class Watch(TorchDispatchMode):
             streams = all(_is_stream(side.facts.origin, name) for side in whole)
             for use in self.numbers.beneath(distinct[0]) if streams else ():
                 use.joined.add(None)
+        result.terms = sides if name in ("add", "sub") and len(distinct) > 1 else ()
+        if len(distinct) == 1:
+            result.terms = next((s.facts.terms for s in full if s.facts.terms), ())
         if name == "mul" and len(sides) == 2:
             result.factors = sides
         elif name in COPIES and len(full) == 1:
@@ -470,10 +479,23 @@ class Watch(TorchDispatchMode):
         for columns in sorted(known, key=Tensor.numel, reverse=True):
             single = columns.numel() == 1 and self._sums(columns)  # such as a vector norm
             own = self.numbers.beneath(columns) if single else None
-            scales = own in [*map(self.numbers.beneath, distinct)]
+            scales = any(
+                own == self.numbers.beneath(d) and not self._apart(columns, d) for d in distinct
+            )
             if not (scales or any(bool((columns == other).all()) for other in distinct)):
                 distinct.append(columns)
         return distinct
+
+    def _is_part(self, columns: Tensor) -> bool:
+        """Return whether columns are some of a weight's columns, such as a head."""
+        use = self.numbers.record(columns.max())
+        return isinstance(use, Use) and 1 < columns.numel() < use.count
+
+    def _apart(self, statistic: Tensor, columns: Tensor) -> bool:
+        """Return whether a sum contains other columns of a weight, as the score of a head does."""
+        if not self._is_part(columns):
+            return False
+        return self.numbers.leaves(int(statistic.max())).isdisjoint(columns.flatten().tolist())
 
     def _sums(self, columns: Tensor) -> bool:
         """Return whether some columns are sums."""
@@ -521,9 +543,21 @@ class Watch(TorchDispatchMode):
             moved[0] = torch.zeros_like(there)
         moved = moved[: {"constant_pad_nd": 2, "index_put": 3}.get(name)]  # no fill value or flag
         result = getattr(torch.ops.aten, name)(*moved, **kwargs) + NONE
+        if shadows is self.weights and name in LOOKUPS:
+            self._look_up(args[0], result)
         shadows.write(
             out, condensed(result if there is None else self.numbers.joined(there, result))
         )
+
+    def _look_up(self, source: Tensor, chosen: Tensor) -> None:
+        """Record which weights an index takes rows from, or leaves out of a stack of matrices."""
+        known = chosen[chosen >= 0].sort().values.long().cpu()
+        taken = [*self.numbers.uses(known)]
+        for use, own in taken if source.ndim < 3 else ():
+            use.looked_up |= use.looks_up(own)
+        firsts = self.weights[source].read(source).flatten(1)[:, :1] if source.ndim > 2 else known
+        for use, _ in self.numbers.uses(firsts.flatten().unique().long().cpu()):
+            use.idle |= use not in {use for use, _ in taken}
 
     def _reduce(self, name: str, source: Tensor, options: Any, out: Tensor) -> None:
         """Follow a reduction, which keeps columns that are constant along the reduced axes."""
@@ -543,6 +577,11 @@ class Watch(TorchDispatchMode):
                 if factor is not None and self._is_headwise(factor, axes):
                     self.numbers.consume(factor, axes, PRODUCT)
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
+        terms = self.facts(source).terms  # as in a distance of two vectors
+        if terms and (not rest or (sums and self._is_headwise(columns, axes))):
+            viewed = len(terms[0].shape) != source.ndim
+            for term in [columns] if viewed else [side.columns for side in terms]:
+                self.numbers.consume(term, axes, PRODUCT)
         if name in ("amax", "amin", "max", "min") and any(columns.shape[a] > 1 for a in axes):
             self.facts(out).chosen = columns, True
         if out.numel() == 1:
@@ -553,6 +592,9 @@ class Watch(TorchDispatchMode):
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
         elif EXTREMES.fullmatch(name):
             self._hide([source], f"{name} of part of the outputs")
+        else:
+            for use in self.numbers.beneath(columns):
+                use.reduced = f", except in a {name.rpartition('_')[2]} of part of them"
 
     def _inner(self, sides: Sequence[Side], axes: set[int]) -> bool:
         """Follow a sum of an elementwise product over `axes` if it computes inner products.
@@ -586,8 +628,9 @@ class Watch(TorchDispatchMode):
 
         Such sums are inner products of heads, as between the two nodes of each edge in a graph.
         """
-        steps = [steps for steps in self._steps(columns) if len(steps) > 1]
-        return any({min(own, key=own.__getitem__)} == axes for own in steps)
+        steps = [own for own in self._steps(columns) if len(own) > len(axes)]
+        firsts = ({*sorted(own, key=own.__getitem__)[: len(axes)]} for own in steps)
+        return bool(axes) and axes in firsts
 
     def _steps(self, columns: Tensor) -> Iterator[dict[int, float]]:
         """Yield the smallest change along each changing axis, for columns and each of their
@@ -637,6 +680,16 @@ class Watch(TorchDispatchMode):
         else:
             self._hide([source], operation)
 
+    def _transform(self, operation: str, source: Tensor, axes: list[int], out: Tensor) -> None:
+        """Follow a Fourier transform over tokens, which keeps the columns of each channel."""
+        columns = self.columns.read(source)
+        if columns is None:
+            return
+        columns = columns if source.is_complex() else columns[..., None]
+        if any(columns.shape[axis] > 1 for axis in (*(a % source.ndim for a in axes), -1)):
+            return self._hide([source], operation)
+        self.columns.write(out, columns if out.is_complex() else columns[..., 0])
+
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Follow a matmul of `[..., rows, n]` and `[..., n, columns]`; either may be a vector
         `[n]`."""
@@ -673,9 +726,9 @@ class Watch(TorchDispatchMode):
             own = kind
             if columns.ndim > 1 and columns.shape[axis] == 1:  # the sum is over tokens
                 axis, own = 2 * columns.ndim - 3 - axis, LAYER if layer else PRODUCT
-                if weight is not None:
+                if weight is not None and columns.numel() > 1:
                     self._use(weight).mixed |= self.numbers.beneath(columns)
-                elif out.ndim == columns.ndim:
+                elif weight is None and out.ndim == columns.ndim:
                     kept.append(columns)
             for use in self.numbers.beneath(columns) if not layer else ():
                 for mixed in use.mixed:
@@ -684,7 +737,8 @@ class Watch(TorchDispatchMode):
             if axis not in chain(*used) and out.ndim == columns.ndim:
                 kept.append(self._folded(columns, [axis]))
             scales = other is not None and self.numbers.adds_matrices(other, axes[1 - i])
-            for vectors in [[]] if scales else used:
+            scores = by_entry and own == PRODUCT and self._sums(columns)  # one for each head
+            for vectors in [[]] if scales else [*used, *[[]] * scores]:
                 self.numbers.consume(columns, vectors, own)
         if kept:  # other columns only scale vectors
             both = (c for c in kept if {*_moving(c)} >= {*_moving(kept[-1])})

@@ -55,6 +55,7 @@ class Use:
     returned: bool = False  # its outputs are the model's outputs
     in_loss: bool = False  # its outputs enter the loss or a norm
     hidden: str = ""  # the operation that hides the use of its outputs
+    reduced: str = ""  # a mean or norm of part of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that matmuls sum over
     outputs: set[int] = field(default_factory=set)  # output axes
@@ -79,6 +80,13 @@ class Use:
     def axes(self, numbers: Tensor) -> list[int]:
         """Return the axes along which the elements' positions differ."""
         return _changing(_places(numbers - self.start, self.shape, self.strides))
+
+    def looks_up(self, numbers: Tensor) -> bool:
+        """Return whether the elements are whole rows, but not each row exactly once."""
+        rows, *rest = _places(numbers.unique() - self.start, self.shape, self.strides)
+        whole = [len(line.unique()) for line in rest] == [*self.shape[1:]]
+        once = len(numbers) == prod(self.shape) == len(rows)
+        return len(self.shape) == 2 and whole and not once
 
     def columns(self, numbers: Tensor, inputs: set[int], apart: bool = False) -> Tensor:
         """Record a matmul that sums over the axes `inputs`. Return each column's first element.
@@ -108,10 +116,10 @@ class Use:
             raise ValueError("the forward pass did not use it")
         if CHOICE in self.sets:
             return Seen(None, "an operation chooses among its columns")
-        if self.hidden:
-            raise ValueError(f"{self.hidden} hides the use of the weight's outputs")
         if self.looked_up:
             return Seen(None, "its rows are looked up: a table", decays=False)
+        if self.hidden:
+            raise ValueError(f"{self.hidden} hides the use of the weight's outputs")
         if self.idle and not self.inputs:
             raise ValueError("no token of the forward pass used it")
         if not self.inputs:
@@ -149,18 +157,20 @@ class Use:
             )
         if not self.outputs or all(1 in shape for shape in shapes):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
-        used, count = set[int]().union(*chain.from_iterable(self.sets.values())), self._count
+        used, count = set[int]().union(*chain.from_iterable(self.sets.values())), self.count
         if self.stacked and 0 in self.outputs:  # some entries may have no tokens
             count = count // self.shape[0] * len({c // self.strides[0] for c in used})
         if 0 < len(used) < count and not self.ended:
             raise ValueError(f"{count - len(used)} of its {count} outputs are unused")
         if not (reached or self.ended):
-            raise ValueError("its outputs were neither used nor returned by the pass")
+            raise ValueError(
+                f"its outputs were neither used nor returned by the pass{self.reduced}"
+            )
         head = Seen(None, "its outputs reach no further layer: a head")
         return Seen(division, self._reason()) if reached else head
 
     @property
-    def _count(self) -> int:
+    def count(self) -> int:
         """Number of outputs."""
         return prod(self.shape[a] for a in self.outputs) * self.groups
 
@@ -189,7 +199,7 @@ class Use:
         groups = own.get(GROUP, set())
         group = defaultdict(int, {c: i for i, columns in enumerate(groups) for c in columns})
         for kind, sets in own.items():
-            whole = {columns for columns in sets if len(columns) == self._count}
+            whole = {columns for columns in sets if len(columns) == self.count}
             for columns in whole if kind == LAYER and whole else sets:
                 ordered = groupby(sorted(columns, key=group.__getitem__), group.__getitem__)
                 parts = (tuple(part) for _, part in ordered)
@@ -197,7 +207,7 @@ class Use:
 
     def _reason(self) -> str:
         taken = {kind: sorted({len(s) for s in sets}) for kind, sets in self.sets.items()}
-        whole = [kind for kind, sizes in taken.items() if sizes == [self._count]]
+        whole = [kind for kind, sizes in taken.items() if sizes == [self.count]]
         phrases = [
             f"{kind} uses {' and '.join(map(str, sizes[:4]))} columns at a time"
             for kind, sizes in sorted(taken.items(), key=lambda item: item[1])
@@ -307,6 +317,8 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
             own = [[*run] for _, run in groupby(strided, labels.__getitem__)]
             rows.add(tuple(map(len, own)))
             runs += [{finest[i] for i in run} for run in own]
+        if parts > stride == 1 < len(rows):
+            raise ValueError("its stacked matrices are divided in different ways")
         if len(rows) > 1:
             continue
         (lengths,) = rows

@@ -148,6 +148,36 @@ def explicit_inner_products_and_sums_over_tokens(q: Tensor, k: Tensor, v: Tensor
     return (scores[..., None] * v[..., None, :, :]).sum(-2)
 
 
+@attends
+def scores_of_distances(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    between = (q[..., :, None, :] - k[..., None, :, :]).square()
+    return -between.unflatten(-1, (2, 2)).sum((-2, -1)).softmax(-1) @ v
+
+
+LOOPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a loop over heads and queries": lambda q, k: q @ k.mT,
+    "a loop over heads and queries, by distances": lambda q, k: (
+        -(q[:, :, None] - k[:, None]).abs().sum(-1)
+    ),
+}
+for name, scored in LOOPS.items():
+
+    @case("qkv 12 36 /4, out 12 12 -", name=name)
+    def a_loop(m: Any, x: Tensor, scored: Any = scored) -> Any:
+        out = []
+        for q, k, v in zip(*(y.unbind(1) for y in qkv(m, x)), strict=True):
+            scores = scored(q, k).softmax(-1).unbind(1)
+            out.append(torch.stack([(each[..., None] * v).sum(1) for each in scores], 1))
+        return m.out(torch.cat(out, -1))
+
+
+@case("qkv 12 36 /4, out 12 12 -")
+def scores_of_distances_of_rotary_heads(m: Any, x: Tensor) -> Any:
+    q, k, v = m.qkv(x).unflatten(-1, (3, 3, 4)).permute(3, 0, 2, 1, 4)
+    between = turned(q)[..., :, None, :] - turned(k)[..., None, :, :]
+    return m.out(joined(between.abs().neg().sum(-1).softmax(-1) @ v))
+
+
 @attends_in_two_heads
 def a_scan_without_a_matrix_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     state, outputs = torch.zeros(len(q), q.shape[1], 4, 4), []
@@ -276,6 +306,12 @@ def a_product_with_a_table(m: Any, x: Tensor) -> Any:
     return m.out(attention(heads(m.q(m.tokens)), *[heads(m.kv(x))] * 2))
 
 
+@case("gates 12 2 -, qkv 12 36 /4, out 12 12 -")
+def attention_between_two_gates(m: Any, x: Tensor) -> Any:
+    before, after = m.gates(x).chunk(2, -1)
+    return m.out(attention(*qkv(m, x * before)) * after)
+
+
 @case("q 12 12 =, k 12 12 =, size 12 6 =, v 12 12 =, out 12 4 -")
 def attention_with_one_query(m: Any, x: Tensor) -> Any:
     scores = (m.q(x[:, :1]) * m.k(x)).sum(-1, keepdim=True) / m.size(x).norm(dim=-1, keepdim=True)
@@ -302,6 +338,15 @@ def a_table_of_relative_positions(m: Any, x: Tensor) -> Any:
     places = F.pad(places, (0, size - 1)).unflatten(-1, (size + 1, 2 * size - 1))
     scores = q @ k.mT + places[..., :size, size - 1 :]
     return m.out(joined(scores.softmax(-1) @ v))
+
+
+@case("qkv 12 24 /4, out 8 12 -, keys 19x4 -, values 19x4 -")
+def relative_positions_of_keys_and_values(m: Any, x: Tensor) -> Any:
+    (q, k, v), places = qkv(m, x), torch.arange(x.shape[1])
+    places = places[:, None] - places + 9
+    scores = q @ k.mT + torch.einsum("bhid,ijd->bhij", q, m.keys[places])
+    weights = scores.softmax(-1)
+    return m.out(joined(weights @ v + torch.einsum("bhij,ijd->bhid", weights, m.values[places])))
 
 
 @case("out 12 4 -, bank 3x12x12 T/4")
@@ -375,6 +420,9 @@ COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by its norm": F.normalize,
     "quantized": lambda w: torch.fake_quantize_per_tensor_affine(w, 1, 0, 0, 9),
     "standardized": standardized,
+    "ternary": lambda w: w.sign() * w.abs().mean(1, keepdim=True),
+    "indexed": lambda w: w[torch.arange(20)].index_select(1, torch.arange(12).flip(0)),
+    "scaled to a largest element": lambda w: w / w.abs().amax(1, keepdim=True),
 }
 for name, computed in COMPUTED.items():
     case(HALVED, name=f"a weight that is {name}")(
@@ -409,6 +457,11 @@ SPECTRAL = nn.utils.spectral_norm(linear(12, 20)).eval()
 @case(f"{NORMED}0 -, {NORMED}1 /10, out 10 12 -", both=weight_norm(linear(12, 20)))
 def a_weight_that_is_normed(m: Any, x: Tensor) -> Any:
     return m.out(F.glu(m.both(x)))
+
+
+@case("both 12 20 /10, out 10 12 -, step 1 -")
+def a_weight_and_an_input_in_steps(m: Any, x: Tensor) -> Any:
+    return m.out(F.glu(F.linear(x * m.step, m.both.weight / m.step)))
 
 
 @case("both 20x12 /10, out 10 12 -")
@@ -539,6 +592,18 @@ def experts_looked_up_cast_and_scaled_for_each_token(m: Any, x: Tensor) -> Any:
     return m.head(x + (made.float() * probabilities[..., None]).sum(1))
 
 
+APART = "gate 8 3 -, head 8 4 -, a 8 12 /6, b 8 12 /6, c 8 12 /6, down 24x6 /8"
+
+
+@case(APART, (torch.randn(20, 8),))
+def experts_of_separate_layers_looked_up_for_each_token(m: Any, x: Tensor) -> Any:
+    probabilities, chosen = m.gate(x).softmax(-1).topk(2)
+    gate_up = torch.stack([layer.weight for layer in (m.a, m.b, m.c)])[chosen]
+    gate, up = torch.einsum("tkoi,ti->tko", gate_up, x).chunk(2, -1)
+    made = torch.einsum("tkoi,tki->tko", m.down.view(3, 8, 6)[chosen], F.silu(gate) * up)
+    return m.head(x + (made * probabilities[..., None]).sum(1))
+
+
 INTERLEAVED = {"gate_up": lambda w: [e[:, j::2].T for e in w for j in (0, 1)]}
 
 
@@ -594,9 +659,21 @@ def a_recurrence_of_channels(m: Any, x: Tensor) -> Any:
     return m.out(torch.stack(outputs, 1).relu())
 
 
-@case("gru.weight_ih_l0 /5, gru.weight_hh_l0 /5, head 5 2 -", gru=nn.GRU(12, 5))
+@case("both 12 24 /12, filters 4 12 =, out 12 4 -")
+def a_long_convolution_by_fourier_transforms(m: Any, x: Tensor) -> Any:
+    """Compute Hyena's convolution, whose filters are the outputs of a network."""
+    gate, y = m.both(x).chunk(2, -1)
+    y = torch.fft.rfft(y, 18, 1) * torch.fft.rfft(m.filters(torch.randn(9, 4)), 18, 0)
+    return m.out(gate * torch.fft.irfft(y, 18, 1)[:, :9])
+
+
+GATES = "rnn.weight_ih_l0 /5, rnn.weight_hh_l0 /5"
+
+
+@case(f"{GATES}, head 5 2 -", rnn=nn.GRU(12, 5))
+@case(f"{GATES}, rnn.weight_hr_l0 =, head 3 2 -", name="an LSTM", rnn=nn.LSTM(12, 5, proj_size=3))
 def a_recurrent_layer(m: Any, x: Tensor) -> Any:
-    return m.head(m.gru(x)[0])
+    return m.head(m.rnn(x)[0])
 
 
 def convolution(*sizes: int, groups: int = 1, bias: bool = True) -> nn.Conv2d:
@@ -1062,6 +1139,11 @@ def sparse_tensors(m: Any, x: Tensor) -> Any:
     return m.out(EDGES @ m.first(x[0]))
 
 
+@refused("inner.weight: aten._fft_r2c.default hides", "inner 12 12, out 7 4")
+def a_fourier_transform_of_columns(m: Any, x: Tensor) -> Any:
+    return m.out(torch.fft.rfft(m.inner(x)).abs())
+
+
 @refused("qkv.weight: aten.*dist.* hides", "qkv 12 36, out 12 12")
 def attention_by_distances(m: Any, x: Tensor) -> Any:
     q, k, v = qkv(m, x)
@@ -1088,7 +1170,10 @@ def outputs_that_nothing_takes(m: Any, x: Tensor) -> Any:
     return m.used(x)
 
 
-@refused("pieces.weight: its outputs were neither used nor", "pieces 12 12, out 6 8, head 8 3")
+MEAN = "pieces.weight: its outputs were neither used .*, except in a mean of part of them"
+
+
+@refused(MEAN, "pieces 12 12, out 6 8, head 8 3")
 def a_mean_of_parts(m: Any, x: Tensor) -> Any:
     return m.head(m.out(m.pieces(x).unflatten(-1, (2, 6)).mean(-2)))
 
@@ -1116,14 +1201,6 @@ def complex_numbers(m: Any, x: Tensor) -> Any:
     return m.out((x.cfloat() @ m.weight).abs())
 
 
-LSTM = r"lstm.weight_ih_l0: aten.\S*(lstm|rnn)\S* hides the use[\s\S]*units="
-
-
-@refused(LSTM, "out 5 4", lstm=nn.LSTM(12, 5))
-def a_fused_lstm(m: Any, x: Tensor) -> Any:
-    return m.out(m.lstm(x)[0])
-
-
 INDEX = "gate.weight: aten.index.Tensor, which uses the outputs as an index, hides"
 
 
@@ -1149,6 +1226,12 @@ STACK = "bank: its stacked matrices are divided in different ways"
 def a_bank_of_values_and_outputs(m: Any, x: Tensor) -> Any:
     q, k, v = (heads(x @ m.bank[i]) for i in range(3))
     return m.head(x + attention(q, k, v) @ m.bank[3])
+
+
+@refused(STACK, "head 12 4, bank 4x12x12")
+def a_bank_of_fused_values_and_outputs(m: Any, x: Tensor) -> Any:
+    q, k, v = (heads(y) for y in F.linear(x, m.bank[:3].flatten(end_dim=1)).chunk(3, -1))
+    return m.head(x + attention(q, k, v) @ m.bank[3].T)
 
 
 CHOSEN = "gate 12 3, head 12 4, weights 3x12x12"
