@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.command import write_whole
-from scripts.studies.description import Study
+from scripts.command import counted, write_whole
+from scripts.studies.description import Study, first_key
 from scripts.studies.differences import differences, sentences
 from scripts.studies.records import Record
 from scripts.studies.search import Outcome, Train, run_of, search, tuned_settings
@@ -39,7 +39,7 @@ def run_study(
     study, extra = shortened(study, extra)
     check_tokenizers(study, extra)
     differ = differences(study, start, check_candidates(study, start, extra))
-    for line in sentences(study, differ):
+    for line in (*sentences(study, differ), *hopeless_grids(study)):
         print(line, file=sys.stderr)
     content: dict[str, Any] = {
         **asdict(study),
@@ -128,6 +128,23 @@ def check_candidates(
                 chosen += candidates[0]
             configs[name] = config_of(study, name, chosen, extra)
     return configs
+
+
+def hopeless_grids(study: Study) -> list[str]:
+    """Return a warning for each grid of which every value is an end, as in `tables.grid_ends`."""
+    lines = []
+    for name, variant in study.variants.items():
+        grids: dict[str, set[float]] = {}
+        for stage in variant.search.values():
+            for keys, values in (stage.grid or stage.factors).items():
+                grids.setdefault(first_key(keys), set()).update(values)
+        lines += [
+            f"warning: the grid of {name} for {key} has only {counted(len(values), 'value')}, so "
+            "its best is at an end: the verdict will be refused"
+            for key, values in grids.items()
+            if values == {max(values)} | {min(values)} - {0}
+        ]
+    return lines
 
 
 def config_of(

@@ -99,8 +99,8 @@ def test_a_declared_key_that_is_the_same_is_refused(tmp_path):
 
 
 def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
-    """The screen says how many candidates were checked, and names the differences before the first
-    run, as does the table."""
+    """The screen says how many candidates were checked, and names the differences and grids without
+    a verdict before the first run. The table has the differences too."""
     monkeypatch.setattr("training.report.text.FIRST", 0.001)
     path = tmp_path / "study.yaml"
     grid = {"search": {"rate": {"grid": {"optimizer.matrix.lr": [0.01, 0.02]}}}}
@@ -122,6 +122,7 @@ def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert re.search("(?s)[0-4] of 4 candidates\n.*SSO and AdamW also differ in model.init", said)
     assert "model.init.depth_scaled (False, True), " in said
+    assert "the grid of SSO for optimizer.matrix.lr has only 2 values, so its best is at" in said
     run_study(read_study(path), tmp_path, records, [])
     table = (tmp_path / "table.md").read_text()
     assert "### also differ" in table and "| SSO | model.init.spectral | True | False |" in table

@@ -2,13 +2,15 @@
 
 import json
 import math
+import re
 from statistics import mean, stdev
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from scripts.studies.description import Study, TunedIn, Variant
+from scripts.studies.description import Stage, Study, TunedIn, Variant
+from scripts.studies.running import hopeless_grids
 from scripts.studies.search import tuned_settings
 from scripts.studies.tables import (
     comparison,
@@ -118,6 +120,25 @@ def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended, monkeypatch):
                 tuned_settings(other, ROOT)
         else:
             assert tuned_settings(other, ROOT) == {"c": results["chosen"][name]}
+
+
+@pytest.mark.parametrize(
+    ("stages", "short"),
+    [
+        ([{"grid": {"lr": [1, 2], "beta+gamma": [0.5, 0.9, 0.99]}}], ["lr"]),
+        ([{"grid": {"lr": [1, 2, 4]}}, {"factors": {"beta+gamma": [1]}}], ["beta"]),
+        ([{"grid": {"lr": [0, 2]}}], []),  # 0 is no end
+        ([{"grid": {"lr": [1, 2]}}, {"grid": {"lr": [2, 4]}}], []),
+        ([{"choices": [["lr=1"], ["lr=2"]]}], []),
+    ],
+)
+def test_a_grid_without_a_value_between_its_ends_is_warned_of(stages, short):
+    search = {str(number): Stage(**stage) for number, stage in enumerate(stages)}
+    variants = {"a": Variant(config="c.yaml", search=search)}
+    lines = hopeless_grids(Study(title="t", seeds=[1], variants=variants))
+    assert [re.findall("the grid of a for (.*) has only ", line) for line in lines] == [
+        [key] for key in short
+    ]
 
 
 def test_losses_by_a_key_are_the_best_over_the_others():
