@@ -233,13 +233,25 @@ def test_output_needs_no_folder_and_examples_can_run():
         check(load_config(ROOT / config, overrides), int(example[0]) * int(gpus))
 
 
-def test_the_run_folder_is_named_once(folder):
-    with job(folder, "run.dir=elsewhere") as process:
+@pytest.mark.parametrize(
+    ("overrides", "variables", "said"),
+    [
+        (
+            ["run.dir=elsewhere"],
+            {},
+            "RUN_DIR instead of run.dir=elsewhere: this script needs to know the folder",
+        ),
+        (
+            [],
+            {"RUN_DIR": "", "SLURM_JOB_NAME": "pretrain.sbatch"},
+            "RUN_DIR or --job-name, got the job name pretrain.sbatch",
+        ),
+    ],
+)
+def test_the_run_folder_is_named_once(overrides, variables, said, folder):
+    with job(folder, *overrides, **variables) as process:
         printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert printed == (
-        "error: set RUN_DIR instead of run.dir=elsewhere: this script needs to know the folder\n"
-    )
+    assert process.returncode == 2 and printed == f"error: set {said}\n"
 
 
 def test_a_task_of_a_study_passes_its_options_on_and_no_end_of_the_job(folder):
