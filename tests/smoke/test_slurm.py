@@ -139,6 +139,13 @@ def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
 
 
 @pytest.mark.parametrize("name", ["pretrain", "preflight"])
+def test_a_job_with_its_own_nodes_asks_for_their_memory(name):
+    """Without --mem, SLURM limits even an exclusive job to the cluster's default memory."""
+    script = (ROOT / "scripts" / "slurm" / f"{name}.sbatch").read_text()
+    assert "\n#SBATCH --exclusive\n" in script and "\n#SBATCH --mem=0\n" in script
+
+
+@pytest.mark.parametrize("name", ["pretrain", "preflight"])
 @pytest.mark.parametrize(("asked", "given"), [({}, "48"), ({"SLURM_CPUS_PER_TASK": "12"}, "12")])
 def test_ranks_have_the_processors_of_their_node_or_those_asked_for(name, asked, given, folder):
     """Since 22.05 srun ignores SLURM_CPUS_PER_TASK."""
