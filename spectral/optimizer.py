@@ -13,6 +13,7 @@ Parameters may be DTensors from FSDP2, HSDP and tensor parallelism; see
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
@@ -177,6 +178,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._frozen = [(name, ref(module)) for name, module in holders if module is not None]
             self._module = ref(params.module)
         super().__init__(params, defaults)
+        self._warn_unnamed()
 
     def _reset_figures(self) -> None:
         # Metrics from the last step, one entry per list of parameters that were updated together.
@@ -231,6 +233,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise
         self._kinds |= dict.fromkeys(group["params"], (group["rule"], division))
         self._names |= names_of([group])
+
+    def _warn_unnamed(self) -> None:
+        """Warn about several unnamed 2-D parameters without units: some may hold no one matrix."""
+        groups = [g for g in self.param_groups if "param_names" not in g and g["units"] is None]
+        matrices = [g["params"] for g in groups if rule_of(g).whole_matrix]
+        count = sum(parameter.ndim == 2 for params in matrices for parameter in params)
+        if count > 1:
+            _warn(
+                f"{count} unnamed parameters are each updated as one matrix, even embeddings, "
+                "output heads and fused weights: pass split_parameters(model), or set each group's "
+                "units ({} for single matrices)"
+            )
 
     def _warn_unfrozen(self) -> None:
         """Warn once about each parameter that was frozen when split and now has a gradient."""
@@ -658,6 +672,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self.skipped_steps = self.skipped_steps.to(device)
         self.skipped_steps.add_(~finite)
         return finite
+
+
+def _warn(message: str) -> None:
+    """Warn about the line of the caller's program, outside torch and this package."""
+    frame, level, inner = sys._getframe().f_back, 2, {"torch", __name__.partition(".")[0]}
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None) -> Step:

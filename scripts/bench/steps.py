@@ -125,6 +125,11 @@ def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
     return options
 
 
+def spectral(weights: list[Parameter], **settings: Any) -> SpectralOptimizer:
+    """Return an optimizer in which each weight is one matrix."""
+    return SpectralOptimizer([{"params": weights, "units": {}}], **settings)
+
+
 def torch_optimizers(msign_steps: int) -> dict[str, Make]:
     """Return factories for torch's optimizers, by name."""
     return {
@@ -274,7 +279,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) 
             continue
         if mesh is not None and name.endswith("equal"):
             settings["exchange_dtype"] = torch.bfloat16
-        make = partial(SpectralOptimizer, **{**(shared if options.graph else PLAIN), **settings})
+        make = partial(spectral, **{**(shared if options.graph else PLAIN), **settings})
         sides[name] = Side(shapes, make, device, mesh=mesh, dtype=dtype, graph=options.graph)
     others = peers(options.peers, device)
     if mesh is None:

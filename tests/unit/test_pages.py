@@ -111,6 +111,7 @@ def test_config_keys_exist(name: str) -> None:
     assert {key for key in named if key.rpartition(".")[2] not in files} - known == set()
 
 
+@pytest.mark.filterwarnings("error:.* unnamed parameters")
 @pytest.mark.parametrize("name", ["library.md", "spectral.md"])
 def test_snippets_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "spectrain", importlib.import_module("spectral"))

@@ -1,5 +1,6 @@
 """The matrices that `split_parameters` finds in single layers, and its refusals."""
 
+import warnings
 from collections import UserList
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spectral import Muon, SpectralSphere, split_parameters
+from spectral import AdamW, Muon, SpectralSphere, split_parameters
 from spectral.division import Division
 from tests.modules import module
 
@@ -112,6 +113,20 @@ for i in ("", 1):
 def test_names_are_checked_without_a_split(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*{NAMES[name]}"):
         SpectralSphere([(name, nn.Parameter(torch.zeros(4, 12)))])
+
+
+def test_several_unnamed_matrices_are_reported_at_the_caller_s_line() -> None:
+    model = module("wte 4 12, c_attn 12 4, head 4 5")
+    weights = [*model.parameters()]
+    with pytest.warns(UserWarning, match="^3 unnamed parameters .*split_parameters") as warned:
+        SpectralSphere(weights)
+    assert [each.filename for each in warned] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SpectralSphere(weights[:1])
+        SpectralSphere([{"params": weights, "units": {}}])
+        AdamW(weights)
+        SpectralSphere(split_parameters(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
 
 
 def test_a_vector_is_no_matrix() -> None:
