@@ -145,11 +145,12 @@ def _check_padding(size: int) -> None:
 
 
 def rewritten(path: Path, program: str, end: str) -> str:
-    """Return a shell command that pipes the decompressed file through `program` to a new file."""
+    """Return a shell command that pipes the decompressed file through `program` to a new file and
+    renames the original, so that a folder is no longer read with both."""
     kind = SUFFIXES.get(path.suffix)
     plain = path if kind is None else path.with_suffix("")
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"
-    return f"{command} > {plain.with_suffix('')}.{end}"
+    return f"{command} > {plain.with_suffix('')}.{end} && mv {path} {path}.old"
 
 
 def _check_text(head: bytes, path: Path) -> None:
