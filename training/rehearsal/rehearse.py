@@ -204,7 +204,7 @@ def described(report: Report) -> str:
         f"{gib(report.side_stream_pools_bytes)} GiB for side streams",
         "modelled step, for comparing layouts and rules: "
         f"{1e3 * report.modelled_seconds:.4g} ms (planned: {1e3 * report.planned_seconds:.4g} ms), "
-        f"MFU {report.mfu:.1%} (within 25% of published runs)",
+        f"MFU {report.mfu:.1%} (on published runs, the model is within 25%)",
         f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB outside matmuls",
     ]
     rehearsed, microbatches = report.microbatches
