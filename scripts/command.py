@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from parallel.disk import replace_file
+from training.checkpoint import COMPLETE
 from training.command_line import Parser, fail
 from training.errors import InputError
 from training.json_file import real_path
@@ -56,8 +57,6 @@ def check_free(target: Path) -> None:
     """Raise InputError if `target` exists or is inside a checkpoint, which a run may remove."""
     if target.exists() or target.is_symlink():
         raise InputError(f"target {target} already exists; choose another folder")
-    from training.checkpoint.stored_checkpoint import COMPLETE  # deferred: slow import
-
     for parent in real_path(target).parents:
         if (parent / COMPLETE).is_file():
             raise InputError(f"target {target} must not be inside a checkpoint, got {parent}")

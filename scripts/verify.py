@@ -52,8 +52,9 @@ def verified(path: Path) -> Iterator[Row]:
     from models.engine import import_engine
 
     import_engine()
+    from training.checkpoint import COMPLETE
     from training.checkpoint.checkpoints import FOLDER
-    from training.checkpoint.stored_checkpoint import COMPLETE, META
+    from training.checkpoint.stored_checkpoint import META
     from training.data.manifest import MANIFEST_FILE, read_manifest
 
     if (path / MANIFEST_FILE).is_file():

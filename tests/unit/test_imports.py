@@ -203,6 +203,11 @@ PROGRAMS += ["scripts.study", "scripts.verify"]
         (f"NAMES = {PROGRAMS}\n{HELP}", ["False"] * 3),
         ("from scripts.evaluate import main; main(['none', '--tasks', 'a'])\n", ["False"] * 3),
         (
+            "from pathlib import Path; from scripts.command import check_free\n"
+            "check_free(Path('none'))\n",
+            ["False"] * 3,
+        ),
+        (
             "from models.engine import import_engine; import_engine(); import training.run\n"
             "from spectral import Muon, SpectralSphere\n",
             ["True", "False", "False"],

@@ -31,8 +31,8 @@ from parallel.checkpoint.safe_index import PLAIN_FILE, UnsafeIndexError, index_f
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.disk import delete, free_name, replace_file, sync, sync_all
 from parallel.error_text import described
+from training.checkpoint import COMPLETE
 from training.checkpoint.stored_checkpoint import (
-    COMPLETE,
     FORMAT,
     META,
     REQUIRED,

@@ -13,10 +13,10 @@ from models.units import Unit
 from parallel.checkpoint.state_writer import first_rank
 from parallel.model import ParallelModel, named_buffers
 from training.assignments import unit_options
+from training.checkpoint import COMPLETE
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.resume import changes, model_facts
 from training.checkpoint.stored_checkpoint import (
-    COMPLETE,
     CONFIG,
     CheckpointInfo,
     CheckpointWeights,

@@ -29,7 +29,7 @@ FORMAT: Final = 2
 """Version of the checkpoint format. Bump it when this code can no longer read older checkpoints."""
 
 
-META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
+META, CONFIG, RNG, STATE = "meta.json", "config.yaml", "rng.pt", "state"
 WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
 """Files that every checkpoint contains, even one of imported weights."""
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
