@@ -188,7 +188,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
         self._present = 0  # hash of the parameters that had gradients in the last step
-        self._missing = 0  # largest number of parameters without a gradient in any step
         self._snapshot: Snapshot | None = None  # of the last step
         self._kinds: dict[Tensor, Kind] = {}
         self._names: dict[Tensor, str] = {}
@@ -265,14 +264,16 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._frozen = [each for each in self._frozen if each[0] not in names]
 
     def _check_module(self, module: torch.nn.Module | None) -> None:
-        """Raise ValueError if the model has replaced a parameter, which now gets no gradient."""
-        named = dict(module.named_parameters()) if module is not None else {}
-        present = {*named.values()}
+        """Raise ValueError if the model replaced a parameter, whose gradient is then missing."""
         for group in self.param_groups:
             for name, old in zip(group.get("param_names", ()), group["params"], strict=False):
-                now = named.get(name)
-                replaced = now is not None and now.grad is not None and old not in present
-                if replaced and old.grad is None and now not in self._kinds:
+                if module is None or old.grad is not None:
+                    continue
+                try:
+                    now = module.get_parameter(name)
+                except AttributeError:  # removed, or no longer a parameter
+                    continue
+                if now.grad is not None and now not in self._kinds:
                     raise ValueError(
                         f"{name} was replaced after the optimizer was created, as fully_shard and "
                         "load_state_dict(assign=True) do; create the optimizer afterwards"
@@ -643,10 +644,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
-        missing = len(parameters) - len(grads)
-        if missing > self._missing and self._module is not None:
+        if len(grads) < len(parameters) and self._module is not None:
             self._check_module(self._module())
-            self._missing = missing
         if not grads and self._ranks is None:
             return None
         raises = self.defaults["nonfinite"] == "raise"

@@ -653,10 +653,13 @@ def test_a_parameter_without_elements_is_stepped_by_an_elementwise_rule() -> Non
     assert full.detach().max() < 1
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_parameters_replaced_by_assignment_are_named(steps: int) -> None:
+@pytest.mark.parametrize(("empty", "steps"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_parameters_replaced_by_assignment_are_named(empty: int, steps: int) -> None:
+    """Also after steps without any gradient."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = Muon(split_parameters(model, example=torch.ones(3, 4)))
+    for _ in range(empty):
+        optimizer.step()
     for _ in range(steps):
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()

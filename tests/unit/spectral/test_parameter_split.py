@@ -169,14 +169,17 @@ def test_a_split_of_something_else_is_refused(model, options, error, message) ->
     Muon(nn.ParameterList([MODEL[0].weight]))  # a module with only parameters
 
 
-def test_a_parameter_that_is_no_longer_frozen_is_named_once() -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_parameter_that_is_no_longer_frozen_is_named_once(replaced: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     split = split_parameters(model)
     assert str(split).endswith("\n   2 frozen, in no group: 1.weight ...")
     optimizer, batch = Muon(split), torch.ones(1, 2)
     model(batch).sum().backward()
     optimizer.step()
-    model[1].weight = nn.Parameter(torch.ones(2, 2))  # as fully_shard replaces it
+    if replaced:  # as by fully_shard
+        model[1].weight = nn.Parameter(torch.ones(2, 2))
+    model[1].weight.requires_grad_(True)
     optimizer.step()  # without a gradient
     model(batch).sum().backward()
     with pytest.warns(UserWarning, match=r"^1.weight will not be updated, because"):
