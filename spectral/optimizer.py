@@ -215,7 +215,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         decay = group["weight_decay"]
         problem = None if isinstance(decay, Tensor) else rule.decay_problem(decay)
         if problem is not None:
-            warnings.warn(problem, stacklevel=3)
+            _warn(problem)
         stepped = {*self.state}
         foreign = defaults.keys() - group.keys()  # fields of another rule, which torch would add
         super().add_param_group(group)
@@ -256,10 +256,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 names.append(name)
         if names:
             named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            warnings.warn(
+            _warn(
                 f"{named} will not be updated, because split_parameters skips frozen parameters; "
-                "add them with add_param_group",
-                stacklevel=4,
+                "add them with add_param_group"
             )
             self._frozen = [each for each in self._frozen if each[0] not in names]
 

@@ -182,8 +182,9 @@ def test_a_parameter_that_is_no_longer_frozen_is_named_once(replaced: bool) -> N
     model[1].weight.requires_grad_(True)
     optimizer.step()  # without a gradient
     model(batch).sum().backward()
-    with pytest.warns(UserWarning, match=r"^1.weight will not be updated, because"):
+    with pytest.warns(UserWarning, match=r"^1.weight will not be updated, because") as warned:
         optimizer.step()
+    assert warned[0].filename == __file__
     optimizer.step()
     model[1].bias.requires_grad_(True)
     model(batch).sum().backward()
