@@ -51,11 +51,13 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "amsgrad": ((False, None), "use torch.optim.AdamW to keep the largest second moment"),
 }
 """Options of torch's optimizers that are fixed here, mapped to allowed values and a reason."""
+OF_ADAMW: Final = "for AdamW, set it in the groups whose rule is 'adamw'"
 HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' replaces torch's 'original', "
     "scale='align_adam_rms' replaces 'match_rms_adamw'",
     "ns_coefficients": "schedule='simple' uses torch's coefficients; other schedules are better",
-    "eps": "no epsilon is needed: a zero matrix has a zero update",
+    "betas": OF_ADAMW,
+    "eps": f"no epsilon is needed: a zero matrix has a zero update; {OF_ADAMW}",
     "learning_rate": "pass lr",
     "wd": "pass weight_decay",
     "mu": "pass momentum",

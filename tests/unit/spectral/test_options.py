@@ -90,8 +90,17 @@ def test_names_of_torch_are_understood() -> None:
     for _ in range(2):  # the second step does not continue from the earlier state either
         with pytest.raises(TypeError, match="betas must be two numbers, got 0.5"):
             optimizer.step()
-    with pytest.raises(TypeError, match="rule 'muon' has no field 'betas'$"):
+    said = (
+        "rule 'muon' has no field 'betas'; for AdamW, set it in the groups whose rule is 'adamw'$"
+    )
+    with pytest.raises(TypeError, match=said):
         Muon([weight(8, 12)], betas=(0.9, 0.95))
+    groups = [{"params": [weight(8, 12)]}, {"params": [weight(8)], "rule": "adamw"}]
+    optimizer = Muon(groups)
+    optimizer.param_groups[1].update(betas=(0.9, 0.95), eps=1e-10)
+    optimizer.step()
+    group = optimizer.param_groups[1]
+    assert (group["beta1"], group["beta2"], group["epsilon"]) == (0.9, 0.95, 1e-10)
 
 
 def test_rules_of_others_keep_their_defaults_and_types() -> None:
