@@ -94,7 +94,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     path = source / TOKENIZER_FILE if source.is_dir() else source
     names = (TOKENIZER_FILE, *COMPANIONS) if source.is_dir() else ()
     files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
-    content = _content(path)
+    content = _content(source, path)
     if content["model"].get("dropout"):
         raise DataError(
             f"{path}: model.dropout must be null, got {content['model']['dropout']!r:.40}: dropout "
@@ -122,12 +122,13 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     return PreparedTokenizer(entry, files)
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """Parse a tokenizer.json. The error for any other file explains how to convert a tokenizer."""
+def _content(source: Path, path: Path) -> dict[str, Any]:
+    """Parse a tokenizer.json. The error for any other file or folder explains how to convert a
+    tokenizer."""
     try:
         return read_tokenizer_json(path)
     except DataError as error:
-        if path.is_file() == (path.name == TOKENIZER_FILE):  # a bad tokenizer.json or a wrong path
+        if not source.exists() or (path.is_file() and path.name == TOKENIZER_FILE):
             raise
         folder = path.parent
         raise DataError(

@@ -117,7 +117,9 @@ def test_other_forms_of_tokenizers_are_refused_with_what_to_do(name, folder, tmp
     said = refusal(main([*command, f"--tokenizer={given}"]))
     assert str(home / ("tokenizer.json" if folder else name)) in said
     assert f"AutoTokenizer.from_pretrained('{home}').save_pretrained('{home}-fast')" in said
-    assert "to convert" not in refusal(main([*command, f"--tokenizer={given}s"]))  # wrong path
+    for wrong in (f"{given}s", tmp_path / "nowhere" / "tokenizer.json"):
+        said = refusal(main([*command, f"--tokenizer={wrong}"]))
+        assert str(wrong) in said and "to convert" not in said
 
 
 @pytest.mark.parametrize("text", ["1000000000", "1_000_000_000", "1e9", "1E+9", "1.0e9", "1B", "1b",
