@@ -137,7 +137,10 @@ def examples(source: str, name: str) -> Iterator[Example]:
     inputs = find_inputs(source).inputs
     for each in inputs:
         if not each.has_keys:
-            raise DataError(f"{each} must be a JSON lines or Parquet file")
+            raise DataError(
+                f"{each} must contain rows: its suffix must be .jsonl, .ndjson or .json, each also "
+                "with .gz, .xz, .zst or .zstd, or .parquet"
+            )
     for where, row in chain.from_iterable(map(rows_of, inputs)):
         try:
             values = FORMATS[name].example(row)

@@ -20,7 +20,10 @@ SUFFIXES = (
     ".txt, .md, .jsonl, .ndjson and .json (one row per line), each also with .gz, .xz, .zst or "
     ".zstd; .parquet"
 )
-REMEDY: Final = "for other text, create a link whose name ends in .txt; for CSV, pass hf:FOLDER"
+REMEDY: Final = (
+    "for other names of text or rows, create a link with one of these suffixes; for CSV, pass "
+    "hf:FOLDER"
+)
 SHARD_FILE: Final = "shard.json"
 """Name of the file that describes a shard, in the shard's folder."""
 LOCK: Final = ".preparing.lock"

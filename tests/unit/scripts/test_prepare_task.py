@@ -307,5 +307,10 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path, capsys):
     for source in ("absent.jsonl", "absent.parquet", "hf:", str(tmp_path), str(empty)):
         assert main([source, *output]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+    for name, rule in (("rows.txt", "must contain rows: its suffix"), ("rows.data", "the suffix")):
+        (source := tmp_path / name).write_text(json.dumps(ROWS["piqa"][0]))
+        assert main([str(source), *output]) == 2
+        said = capsys.readouterr().err
+        assert str(source) in said and rule in said and ".jsonl, .ndjson" in said
     assert main([written(tmp_path, ROWS["arc"]), "--output", str(tmp_path / "out")]) == 2
     assert "--output must end in .jsonl" in capsys.readouterr().err
