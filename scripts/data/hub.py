@@ -46,9 +46,10 @@ class HubInput:
         return [replace(pinned, file=(number, count)) for number in range(count)]
 
     def rows(self) -> Iterator[Row]:
-        """Stream all rows without downloading whole files; `datasets` retries failed requests.
+        """Stream all rows without downloading whole files.
 
-        Raises DataError if the dataset cannot be opened or read.
+        `datasets` retries to open and read a file when the connection fails or the hub is
+        overloaded. Raises DataError after its last attempt, or if the dataset cannot be opened.
         """
         stream = _stream(self)
         if self.file is not None:
