@@ -4,9 +4,10 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -194,7 +195,7 @@ class Saver:
             print(f"saved {self._sealing.result()}", flush=True)
             if self._retiring is None:
                 # Run in the background, because removing large files is slow.
-                self._retiring = _in_background(self._retire)
+                self._retiring = _in_background(self._retire, daemon=True)
         self._reset()
 
     def _seal(self, pending: PendingSave, written: Sequence[Written]) -> Path:
@@ -287,11 +288,18 @@ class Saver:
         self._gathered = False
 
 
-def _in_background(call: Callable[[], Result]) -> Future[Result]:
-    """Run `call` in a background thread and return its future."""
-    executor = ThreadPoolExecutor(max_workers=1)
-    future = executor.submit(call)
-    executor.shutdown(wait=False)
+def _in_background(call: Callable[[], Result], *, daemon: bool = False) -> Future[Result]:
+    """Run `call` in a background thread and return its future. Python does not wait for a daemon
+    thread at exit."""
+    future = Future[Result]()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=daemon).start()
     return future
 
 

@@ -282,17 +282,18 @@ def test_waiting_for_a_disk_that_hangs_is_said_and_is_no_progress(
 
 
 def test_a_removal_that_hangs_holds_up_no_save(run, monkeypatch, capsys, tmp_path):
-    retire, answers, begun = checkpoints.retire, threading.Event(), list[int]()
+    """Nor does it hold up the end of the process, which waits for no daemon thread."""
+    retire, answers, daemons = checkpoints.retire, threading.Event(), list[bool]()
 
     def hang(*folder: Any, **keep: Any) -> Any:
-        begun.append(len(begun))
+        daemons.append(threading.current_thread().daemon)
         answers.wait(60)
         return retire(*folder, **keep)
 
     monkeypatch.setattr(saving, "SLOW", 0.1)
     monkeypatch.setattr(checkpoints, "retire", hang)
     assert run().step == END
-    assert steps(tmp_path / "run") == [2, 4, END] and begun == [0]
+    assert steps(tmp_path / "run") == [2, 4, END] and daemons == [True]
     said = capsys.readouterr().out
     assert said.count("older checkpoints are not removed after waiting for 0 s; is ") == 1
     answers.set()
