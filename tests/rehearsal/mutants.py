@@ -108,6 +108,11 @@ def loss_stays_on_the_host() -> None:
     put(Trainer, "mean_over_ranks", mean_over_ranks)
 
 
+def norm_of_this_rank_alone() -> None:
+    """Leave out one all-reduce."""
+    put(Trainer, "mean_over_ranks", lambda trainer, figures: torch.zeros((), device="cuda"))
+
+
 def batches_stay_on_the_host() -> None:
     """Mix operands of two devices."""
     replace_everywhere(batches.on_device, lambda tensor, device: tensor)

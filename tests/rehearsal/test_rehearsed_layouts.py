@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.rehearsal.programs import H100, MONITORED, check_rank, program, sound
+from tests.rehearsal import mutants
+from tests.rehearsal.programs import H100, MONITORED, BrokenJob, check_rank, program, sound
 from tests.slow_cases import slow_but
 from training.rehearsal.matching import mismatches
 from training.rehearsal.rank import Job
@@ -81,6 +82,18 @@ def test_all_ranks_ask_for_the_same_collectives(layout, perform, tmp_path):
         assert mismatches({**calls, reports[0].rank: first[:i] + first[i + 1 :]})
     kinds = {call.kind for report in reports for call in report.calls if call.on_device}
     assert {"reduce_scatter", "all_gather"} <= kinds or world < 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_a_collective_out_is_found(perform, tmp_path):
+    config = program(tmp_path, 2, **SHALLOW, train__global_batch=2)
+    jobs = [
+        Job(config, 2, 0, H100),
+        BrokenJob(config, 2, 1, H100, before=mutants.norm_of_this_rank_alone),
+    ]
+    one, other = perform(jobs)
+    (found, *_) = mismatches({0: one.calls, 1: other.calls})
+    assert "on rank 0" in found and "on rank 1" in found
 
 
 @pytest.mark.parametrize("world", [64, pytest.param(1024, marks=pytest.mark.slow)])
