@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 # Import torch lazily: Ctrl-C must be handled first, and --help should work without torch.
 from parallel.error_text import described
-from training.command_line import Parser, check_launched, fail, own_rank
-from training.errors import InputError, MissingSetError, VocabularyError
+from training.command_line import Parser, check_launched, check_single, fail, own_rank
+from training.errors import ConfigError, InputError, MissingSetError, VocabularyError
 from training.lifecycle.terminal import Interrupts, outlive_readers
 from training.report.text import progress
 
@@ -170,6 +170,11 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
     if find_spec("torch") is None:
         text = f"{sys.executable} has no torch: run `make setup`, then `source .venv/bin/activate`"
         return fail(text, code=2)
+    if not any(getattr(options, mode) for mode in MODES):
+        try:
+            check_single()
+        except ConfigError as error:
+            return fail(error, code=2)
     if options.ranks is not None:
         from training.launcher import launch
 

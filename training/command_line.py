@@ -73,8 +73,7 @@ def own_rank() -> int:
 
 
 def check_launched() -> None:
-    """Raise ConfigError if a launcher variable is not a valid number, rank or port, or if a
-    launcher that sets no ranks started several processes."""
+    """Raise ConfigError if a launcher variable is not a valid number, rank or port."""
     given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     problems = [
         f"the environment variable {name} must be a non-negative integer, got {text!r:.40}"
@@ -88,16 +87,21 @@ def check_launched() -> None:
         ]
     if not problems and int(port := given.get("MASTER_PORT", "0")) > LAST_PORT:
         problems = [f"the environment variable MASTER_PORT must be at most {LAST_PORT}, got {port}"]
-    for name, launcher in {} if "WORLD_SIZE" in given else TASKS.items():
-        count = os.environ.get(name, "")
-        if count.isdecimal() and int(count) > 1:
-            problems.append(
-                f"{launcher} started {count} processes, but each would be a run of its own, "
-                "because the environment variable WORLD_SIZE is not set: start ranks with torchrun "
-                "or --ranks"
-            )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_single() -> None:
+    """Raise ConfigError if a launcher that sets no ranks started several processes, because each
+    would train a run of its own."""
+    for name, launcher in {} if "WORLD_SIZE" in os.environ else TASKS.items():
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"{launcher} started {count} processes, but each would be a run of its own, "
+                "because the environment variable WORLD_SIZE is not set: start one torchrun per "
+                f"node, or, in an interactive shell of {launcher}, run `unset {name}` first"
+            )
 
 
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:

@@ -79,7 +79,6 @@ def test_a_run_s_end_has_the_exit_code_of_docs_running(folder, monkeypatch):
         ({"SPECTRAIN_LAUNCHER": "a"}, "SPECTRAIN_LAUNCHER must be a non-negative integer, got 'a'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE = 2, got 2"),
         ({"RANK": "1"}, "RANK must be below WORLD_SIZE = 1 (not set), got 1"),
-        ({"SLURM_STEP_NUM_TASKS": "8"}, "WORLD_SIZE is not set: start ranks with torchrun"),
     ],
 )
 def test_a_launcher_s_variable_that_is_no_number_is_a_line(variables, said, folder, capsys):
@@ -88,6 +87,17 @@ def test_a_launcher_s_variable_that_is_no_number_is_a_line(variables, said, fold
         assert run(folder) == 2
     printed = capsys.readouterr().err
     assert f"the environment variable {said}" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("name", command_line.TASKS)
+def test_several_processes_without_ranks_do_not_train(name, folder, monkeypatch, capsys):
+    monkeypatch.setenv(name, "8")
+    for options in ([], ["--ranks=8"]):
+        assert run(folder, *options) == 2
+        said = capsys.readouterr().err
+        assert "WORLD_SIZE is not set: start one torchrun per node" in said
+        assert f"run `unset {name}` first" in said and not (folder / "run").exists()
+    assert run(folder, "--print-config") == 0
 
 
 def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):

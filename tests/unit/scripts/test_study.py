@@ -77,6 +77,7 @@ def record_all(study_file: Path, folder: Path, **facts: Any) -> None:
 def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, monkeypatch):
     output = tmp_path / "out"
     monkeypatch.setattr("training.report.text.FIRST", 0.05)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     changed(study_file, seeds=[1])
     assert main([str(study_file), str(output)]) == 0
     printed = capsys.readouterr()
