@@ -424,15 +424,17 @@ class KnownWeights:
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
         transposed: Any = getattr(module, "is_transposed", None)
         fused = is_fused(weight.own_name)
-        known = named and isinstance(transposed, bool) and len(shape) == 3
-        if not known or (fused and shape[1 + transposed] % 2):
+        if not (named and isinstance(transposed, bool) and len(shape) == 3):
             raise _unclear(weight, f" has shape {shape}, whose matrix axes are unknown")
+        rows = shape[1 + transposed]
+        if fused and rows % 2:
+            raise _unclear(weight, f" must have an even number of rows, got {rows}")
         division = Division(stacked=True, transposed=transposed)
         if not fused:
             return division, "experts"
         if getattr(module, "is_concatenated", True) is False:
             return replace(division, stride=2), "experts' alternating gate and up"
-        return replace(division, rows=(shape[1 + transposed] // 2,)), "experts' gate and up"
+        return replace(division, rows=(rows // 2,)), "experts' gate and up"
 
 
 def is_fused(name: str) -> bool:

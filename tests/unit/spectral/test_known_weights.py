@@ -495,6 +495,10 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
         experts("TextExperts: gate_up_proj 2x6x10, down_proj 2x5x6"),
         r"gate_up_proj has shape \(2, 6, 10\), whose matrix axes are unknown",
     ),
+    "experts of an odd size": (
+        experts("AnyExperts: gate_up_proj 2x9x6, down_proj 2x6x5", is_transposed=False),
+        "gate_up_proj must have an even number of rows, got 9",
+    ),
     "three dimensions": (module("kernel 3x4x5"), "kernel has shape"),
     "queries that multiply tokens": (module("queries 4x6"), "its name is queries"),
     "experts in attention": (
