@@ -330,7 +330,8 @@ class Watch(TorchDispatchMode):
         elif tracked and name.startswith("_fft_"):
             self._transform(str(func), args[0], args[1], fresh[0])
         elif any(t.is_complex() for t in operands) and not acts_on_each:
-            self._hide(operands, f"{func} of complex numbers")
+            kind = "a product" if name in PRODUCTS else str(func)
+            self._hide(operands, f"{kind} of complex numbers")
         elif name in PRODUCTS:
             first = PRODUCTS[name]
             self._multiply(args[first], args[first + 1], fresh[0])
@@ -376,7 +377,7 @@ class Watch(TorchDispatchMode):
             vector = self.facts(t).vector
             if not vector or t.numel() * t.element_size() > t.untyped_storage().nbytes():
                 continue  # repeated, as a token is for each entry of a batch
-            if sum(other.numel() > 1 for other in operands) == 1:
+            if name in COPIES and sum(other.numel() > 1 for other in operands) == 1:
                 self.facts(results[0]).vector = vector
             elif name in PRODUCTS and t.ndim > 1 and min(t.shape[-2:]) > 1:
                 shape = "x".join(map(str, t.shape[-2:]))
@@ -403,8 +404,9 @@ class Watch(TorchDispatchMode):
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
         for t in filter(is_strided, tensors):
-            for use in self.numbers.beneath(self.columns.read(t)):
-                use.in_loss, use.returned = use.in_loss or loss, use.returned or not loss
+            for use in self.numbers.beneath(columns := self.columns.read(t)):
+                term = loss or (columns is not None and self._is_statistic(columns))
+                use.in_loss, use.returned = use.in_loss or term, use.returned or not term
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation, whose result has the columns of its operands."""
@@ -430,11 +432,12 @@ class Watch(TorchDispatchMode):
             streams = all(_is_stream(side.facts.origin, name) for side in whole)
             for use in self.numbers.beneath(distinct[0]) if streams else ():
                 use.joined.add(None)
-        result.terms = sides if name in ("add", "sub") and len(distinct) > 1 else ()
+        kept = [side._replace(tensor=side.tensor.new_empty(0)) for side in sides]
+        result.terms = kept if name in ("add", "sub") and len(distinct) > 1 else ()
         if len(distinct) == 1:
             result.terms = next((s.facts.terms for s in full if s.facts.terms), ())
         if name == "mul" and len(sides) == 2:
-            result.factors = sides
+            result.factors = kept
         elif name in COPIES and len(full) == 1:
             result.factors = sides[0].facts.factors
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
@@ -446,6 +449,7 @@ class Watch(TorchDispatchMode):
         if weight is None:
             return
         chosen = any(side.facts.is_active for side in whole)
+        self.facts(out).is_active &= chosen
         alone = sum(side.tensor.numel() > 1 for side in sides) == 1
         if not chosen or (alone and len(self._use(weight).shape) > 2):
             self.weights.copy(out, weight)
@@ -477,14 +481,17 @@ class Watch(TorchDispatchMode):
         distinct: list[Tensor] = []
         known = [side.columns for side in sides if side.columns is not None]
         for columns in sorted(known, key=Tensor.numel, reverse=True):
-            single = columns.numel() == 1 and self._sums(columns)  # such as a vector norm
-            own = self.numbers.beneath(columns) if single else None
+            own = self.numbers.beneath(columns) if self._is_statistic(columns) else None
             scales = any(
                 own == self.numbers.beneath(d) and not self._apart(columns, d) for d in distinct
             )
             if not (scales or any(bool((columns == other).all()) for other in distinct)):
                 distinct.append(columns)
         return distinct
+
+    def _is_statistic(self, columns: Tensor) -> bool:
+        """Return whether all elements have the number of a single sum, such as a vector norm."""
+        return columns.numel() == 1 and self._sums(columns)
 
     def _is_part(self, columns: Tensor) -> bool:
         """Return whether columns are some of a weight's columns, such as a head."""
@@ -544,18 +551,19 @@ class Watch(TorchDispatchMode):
         moved = moved[: {"constant_pad_nd": 2, "index_put": 3}.get(name)]  # no fill value or flag
         result = getattr(torch.ops.aten, name)(*moved, **kwargs) + NONE
         if shadows is self.weights and name in LOOKUPS:
-            self._look_up(args[0], result)
+            self._look_up(args[0], moved[0] + NONE, result)
         shadows.write(
             out, condensed(result if there is None else self.numbers.joined(there, result))
         )
 
-    def _look_up(self, source: Tensor, chosen: Tensor) -> None:
+    def _look_up(self, source: Tensor, numbers: Tensor, chosen: Tensor) -> None:
         """Record which weights an index takes rows from, or leaves out of a stack of matrices."""
+        ordered = torch.equal(numbers.flatten(), chosen.flatten())
         known = chosen[chosen >= 0].sort().values.long().cpu()
         taken = [*self.numbers.uses(known)]
         for use, own in taken if source.ndim < 3 else ():
-            use.looked_up |= use.looks_up(own)
-        firsts = self.weights[source].read(source).flatten(1)[:, :1] if source.ndim > 2 else known
+            use.looked_up |= use.looks_up(own, ordered)
+        firsts = numbers.flatten(1)[:, :1] if source.ndim > 2 else known
         for use, _ in self.numbers.uses(firsts.flatten().unique().long().cpu()):
             use.idle |= use not in {use for use, _ in taken}
 
@@ -605,6 +613,7 @@ class Watch(TorchDispatchMode):
         first, second = sides
         if first.facts.is_parameter or second.facts.is_parameter:
             inner = all(s.facts.is_parameter or axes <= {*s.moving} for s in sides)
+            inner &= all(s.shape[axis] > 1 for s in sides for axis in axes)
         else:
             pairs = [*zip(first.shape, second.shape, strict=True)]
             inner = axes <= {*first.moving} and first.moving == second.moving
@@ -747,19 +756,36 @@ class Watch(TorchDispatchMode):
 
     def _give(self, weight: Tensor, axis: int, out: Tensor, depthwise: bool) -> None:
         """Record the outputs of a matmul that sums over an axis of a weight's matrices."""
+        parts = weight.unbind() if weight.ndim == 3 else (weight,)
+        alike = True  # whether entries begin and end at the same places of the same weights
         if self.weights[weight].values is not None:
             numbers = self.weights.read(weight)
             if numbers is None or bool((numbers < 0).any()):
                 return self._hide([weight], "a matmul with a padded weight")
-        parts = weight.unbind() if weight.ndim == 3 else (weight,)
+            rows, cols = (slice(None, None, max(size - 1, 1)) for size in weight.shape[-2:])
+            corners = numbers.expand(weight.shape)[..., rows, cols].reshape(len(parts), -1)
+            alike = len({(*map(self._place, entry),) for entry in corners.tolist()}) == 1
         apart = weight.ndim == 2 or len(weight) == 1
-        columns = torch.stack([self._outputs(part, [axis], 1 - axis, apart) for part in parts])
+        follow = partial(self._outputs, summed=[axis], kept=1 - axis, apart=apart)
+        made = [*map(follow, parts[:1] + parts[1:][-1:])]
+        if not (alike and torch.equal(made[0], made[-1])):
+            made = [*map(follow, parts)]
+        columns = torch.stack(made)
         if bool((columns == columns[0]).all()):
             columns = self._entries(weight, out)[:, None] + columns[0]
         if len(columns) > 1:  # each entry of the batch has separate outputs
             self.numbers.settle(columns, GROUP)
         if not depthwise:
             self._made(out, columns, -1 if axis == 0 or out.ndim == 1 else out.ndim - 2)
+
+    def _place(self, number: float) -> tuple[Any, int]:
+        """Return the weight of an element, and its place in the weight or in an entry of a
+        stack."""
+        use = self.numbers.record(int(number))
+        place = int(number) - use.start
+        if isinstance(use, Use) and len(use.shape) > 2 and use.strides[0] == max(use.strides):
+            place %= use.strides[0]
+        return use, place
 
     def _entries(self, weight: Tensor, out: Tensor) -> Tensor:
         """Return a stack's entry offsets if a batched matmul uses the entries in order, else a

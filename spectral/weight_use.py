@@ -81,12 +81,15 @@ class Use:
         """Return the axes along which the elements' positions differ."""
         return _changing(_places(numbers - self.start, self.shape, self.strides))
 
-    def looks_up(self, numbers: Tensor) -> bool:
-        """Return whether the elements are whole rows, but not each row exactly once."""
+    def looks_up(self, numbers: Tensor, ordered: bool) -> bool:
+        """Return whether the elements are whole rows, unless they permute all rows.
+
+        `ordered` means that the rows keep their order, as all positions of a sequence do.
+        """
         rows, *rest = _places(numbers.unique() - self.start, self.shape, self.strides)
         whole = [len(line.unique()) for line in rest] == [*self.shape[1:]]
         once = len(numbers) == prod(self.shape) == len(rows)
-        return len(self.shape) == 2 and whole and not once
+        return len(self.shape) == 2 and whole and (ordered or not once)
 
     def columns(self, numbers: Tensor, inputs: set[int], apart: bool = False) -> Tensor:
         """Record a matmul that sums over the axes `inputs`. Return each column's first element.
