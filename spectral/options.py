@@ -60,6 +60,7 @@ HINTS: Final[Mapping[str, str]] = {
     "eps": f"no epsilon is needed: a zero matrix has a zero update; {OF_ADAMW}",
     "learning_rate": "pass lr",
     "wd": "pass weight_decay",
+    "wdecay": "pass weight_decay",
     "mu": "pass momentum",
     "adjust_lr": "scale='spectral_mup' replaces dion's 'spectral_norm', scale='align_adam_rms' "
     "replaces 'rms_norm'",
@@ -106,6 +107,12 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
         named["msign_dtype"] = str(named["msign_dtype"]).removeprefix("torch.")
 
 
+def _extends(name: str, field: str) -> bool:
+    """Return whether a name adds a word to a field, as `weight_decay_mult` does."""
+    before, found, after = f"_{name}_".partition(f"_{field}_")
+    return bool(found) and len(before + after) > 2  # an initial, as in `n_steps`, is no word
+
+
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
     """Raise TypeError for a name that is not a field of the rule, suggesting the closest field.
 
@@ -114,9 +121,7 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
     Options of the whole optimizer raise an error.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
-    similarity = (
-        0.85 if foreign else 0.6
-    )  # of "momentun" and "momentum", not "lr_scale" and "scale"
+    similarity = 0.8 if foreign else 0.6  # "lrs" resembles "lr" by 0.8, "lr_scale" "scale" by 0.77
     unknown = options.keys() - set(known)
     for name in sorted({*WHOLE} & options.keys()):
         raise TypeError(f"{name!r} is not a group option; pass it to the optimizer")
@@ -128,6 +133,7 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
             allowed = " or ".join(map(str, values))
             raise TypeError(f"{name} must be {allowed}, got {options[name]!r}: {reason}")
     for name in sorted(unknown - FIXED.keys() - (HOSTS if foreign else set())):
-        hint = f"; {HINTS[name]}" if name in HINTS else nearest(name, known, similarity=similarity)
+        fields = [field for field in known if not (foreign and _extends(name, field))]
+        hint = f"; {HINTS[name]}" if name in HINTS else nearest(name, fields, similarity=similarity)
         if hint or not foreign:
             raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")

@@ -161,6 +161,7 @@ def test_options_of_torch_that_are_fixed_here(kind, where, name, accepted, refus
         ("eps", 1e-7, "no epsilon is needed"),
         ("learning_rate", 0.1, "pass lr"),
         ("wd", 0.1, "pass weight_decay"),
+        ("wdecay", 0.1, "pass weight_decay"),
         ("mu", 0.9, "pass momentum"),
         ("adjust_lr", "rms_norm", "scale='align_adam_rms' replaces 'rms_norm'"),
     ],
@@ -179,9 +180,25 @@ def test_groups_keep_the_keys_of_other_programs() -> None:
     keys |= {"base_momentum": 0.85, "max_momentum": 0.95}
     keys |= {"lr_scale": 0.5, "group_name": "layer_0", "names": ["a"], "layer_name": "a"}  # timm
     keys |= {"weight_decay_mult": 1.0, "lr_decay": 0.9, "momentum_decay": 0.9, "module": "a"}
+    keys |= {"base_lr": 0.1, "layer_decay": 0.9, "master_weights_path": "a", "role": "gate"}
+    keys |= {"name": "a", "group": 1, "decay": True, "num_steps": 9, "scale_lr": True}
     optimizer = Muon([{"params": [weight(8, 12)], **keys}])
     optimizer.step()
     assert keys.items() <= optimizer.param_groups[0].items()
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        *(("lrs", "lr"), ("lr_", "lr"), ("lr1", "lr"), ("n_steps", "steps"), ("stesp", "steps")),
+        *(("unit", "units"), ("rules", "rule"), ("scael", "scale"), ("momemtum", "momentum")),
+        *(("weigth_deacy", "weight_decay"), ("weightdecay", "weight_decay")),
+        *(("scale_facter", "scale_factor"), ("radius_scalar", "radius_scaler")),
+    ],
+)
+def test_groups_refuse_misspelled_fields(name: str, field: str) -> None:
+    with pytest.raises(TypeError, match=f"no field '{name}'; did you mean '{field}'"):
+        MuonSphere([{"params": [weight(8, 12)], name: 1}])
 
 
 def test_a_group_of_another_rule_has_the_rate_of_that_rule() -> None:
