@@ -264,15 +264,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _check_module(self, module: torch.nn.Module | None) -> None:
         """Raise ValueError if the model replaced a parameter, whose gradient is then missing."""
+        named = dict(module.named_parameters()) if module is not None else {}
+        present = {*named.values()}
         for group in self.param_groups:
             for name, old in zip(group.get("param_names", ()), group["params"], strict=False):
-                if module is None or old.grad is not None:
-                    continue
-                try:
-                    now = module.get_parameter(name)
-                except AttributeError:  # removed, or no longer a parameter
-                    continue
-                if now.grad is not None and now not in self._kinds:
+                now = named.get(name)
+                replaced = now is not None and now.grad is not None and old not in present
+                if replaced and old.grad is None and now not in self._kinds:
                     raise ValueError(
                         f"{name} was replaced after the optimizer was created, as fully_shard and "
                         "load_state_dict(assign=True) do; create the optimizer afterwards"
