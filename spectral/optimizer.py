@@ -723,7 +723,8 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
 
 def _is_numpy(value: object) -> bool:
     """Return whether a value is a NumPy scalar, without importing NumPy."""
-    return isinstance(value, Number) and hasattr(value, "item")
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
 
 
 def _are_float64(params: Iterable[Any]) -> bool:

@@ -531,6 +531,7 @@ def test_numbers_of_numpy_are_saved_as_plain_numbers() -> None:
     """A schedule computed with NumPy writes its numbers into the groups."""
     optimizer, file = made("muon"), io.BytesIO()
     numbers = {"lr": np.float64(0.25), "momentum": np.float32(0.5), "warmup": np.int64(3)}
+    numbers |= {"warm": np.bool_(True), "phase": np.str_("decay")}
     optimizer.param_groups[0].update(numbers)
     optimizer.step()
     torch.save(optimizer.state_dict(), file)
