@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 
 import spectral
 from spectral import SpectralOptimizer
+from tests.slow_cases import slow_but
 
 CLASSES = [
     kind
@@ -276,8 +277,18 @@ def test_dtypes_may_be_mixed(kind: Kind) -> None:
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=4),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.StepLR(o, 2)]
+    ),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
@@ -285,18 +296,26 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8, cycle_momentum=False),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
 }
+SAME_WAY = {"StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "PolynomialLR", "CosineAnnealingLR"}
+"""Schedulers that differ from `ExponentialLR` or `LambdaLR` in their formula alone."""
 
 
 @EVERY
+@pytest.mark.parametrize(
+    "schedules", slow_but([SCHEDULES.keys() - SAME_WAY], [SCHEDULES.keys() - SAME_WAY, SAME_WAY])
+)
 @pytest.mark.parametrize("tensor", [False, True])
-def test_schedulers_drive_the_rate_and_the_step(kind: Kind, tensor: bool) -> None:
+def test_schedulers_drive_the_rate_and_the_step(
+    kind: Kind, tensor: bool, schedules: set[str]
+) -> None:
     """They do so as for torch's SGD; a step of lr 0 changes nothing, so the rate takes effect."""
-    for name, schedule in SCHEDULES.items():
+    for name in sorted(schedules):
+        schedule = SCHEDULES[name]
         rate = torch.tensor(0.05) if tensor else 0.05
         own, theirs = kind(parameters(), lr=rate), torch.optim.SGD(parameters(), lr=0.05)
-        schedules = schedule(own), schedule(theirs)
+        both = schedule(own), schedule(theirs)
         for _ in range(5):
-            for optimizer, one in zip((own, theirs), schedules, strict=True):
+            for optimizer, one in zip((own, theirs), both, strict=True):
                 optimizer.step()  # without gradients
                 one.step(1.0) if name == "ReduceLROnPlateau" else one.step()
             rates = [float(o.param_groups[0]["lr"]) for o in (own, theirs)]
