@@ -15,7 +15,12 @@ from parallel.optimizer.distributed_optimizer import DisagreementError, Distribu
 from training.assignments import config_routes
 from training.build import build_trainer, restore, rewind
 from training.checkpoint.checkpoints import check_place
-from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
+from training.checkpoint.initial_weights import (
+    InitialWeights,
+    check_beginning,
+    initial_weights,
+    rescaling_warning,
+)
 from training.checkpoint.resume import (
     Identity,
     announced,
@@ -300,6 +305,7 @@ def open_log(
     config, progress = trainer.config, trainer.progress
     routes = config_routes(config, all_owners(trainer.optimizer))
     counts = trainer.spectral.state()  # collective
+    rescaled = {} if beginning.weights is None else trainer.optimizer.rescalings()  # collective
     if trainer.groups.rank > 0:
         return None
     log = RunLog(
@@ -312,7 +318,7 @@ def open_log(
         trainer.monitors.interval,
         contents_of(beginning.facts),
     )
-    for kind, text in opening_notes(config, trainer, beginning, kernel):
+    for kind, text in opening_notes(config, trainer, beginning, kernel, rescaled):
         log.note(kind, progress.step, text)
     if not any(row.lr for row in routes):
         text = "warning: all learning rates are 0, so weights will not change"
@@ -321,10 +327,15 @@ def open_log(
 
 
 def opening_notes(
-    config: Config, trainer: Trainer, beginning: Beginning, kernel: str | None
+    config: Config,
+    trainer: Trainer,
+    beginning: Beginning,
+    kernel: str | None,
+    rescaled: Mapping[str, tuple[str, float]],
 ) -> Iterator[tuple[str, str]]:
     """Yield a (kind, text) pair for each opening note. Notes are on the device, the kernels, the
-    initial weights and changes since the checkpoint."""
+    initial weights and changes since the checkpoint. See `DistributedOptimizer.rescalings` for
+    `rescaled`."""
     device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {described(device)}"
     for text in shared_sets(config.data):
@@ -340,6 +351,8 @@ def opening_notes(
     weights, start = beginning.weights, beginning.start
     if weights is not None:
         yield "initialized", f"initial weights: step {weights.info.step} of {weights.info.path}"
+        if (warning := rescaling_warning(rescaled.values())) is not None:
+            yield "warning", f"warning: checkpoint.initialize_from: {warning}"
         if not weights.compared:
             owner = "the data" if beginning.facts["tokenizer"]["sha256"] is None else "the weights"
             text = f"the tokenizer of {owner} is unknown, so token ids may have different meanings"

@@ -195,6 +195,18 @@ class DistributedOptimizer:
                     name = f"{region.assigned.rule_name} elements {location}"
                     yield name, region.report["refused"][0]
 
+    @torch.no_grad()
+    def rescalings(self) -> dict[str, tuple[str, float]]:
+        """Map the name of each plain matrix in the model that its rule rescales to its radius to
+        the rule's name and the factor radius / norm of the current weights. Collective."""
+        self.model.wait_for_weights()
+        found = {
+            unit.name: (rule, factor)
+            for domain in self.domains
+            for unit, rule, factor in domain.rescalings()
+        }
+        return {name: each for part in from_all(found) for name, each in part.items()}
+
     def memory_bytes(self) -> int:
         """Return the number of bytes of optimizer state and separate master weights on this
         rank."""

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from models.units import Unit
 from parallel.comm.groups import Domain
 from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import (
@@ -32,6 +33,8 @@ from parallel.storage.domain_model import Buffers, DomainModel
 from spectral.batching import add_all_, copy_all_, grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.exchange import Exchange, local_pairs
+from spectral.singular_triplets import cold_start
+from spectral.sphere import hard_factor
 from spectral.stepping import accumulate_, elements_of, step_units
 
 
@@ -156,6 +159,19 @@ class DomainOptimizer:
         checkpoint."""
         for group in self.step_groups:
             group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
+
+    def rescalings(self) -> Iterator[tuple[Unit, str, float]]:
+        """Yield (unit, rule name, factor) for each owned matrix that its rule rescales to its
+        radius, except for PC layers. `factor` is radius / norm. Collective over the stage."""
+        for group in self.step_groups:
+            weights = gathered_weights(group.stacks, group.exchange, self.buffers)
+            for stack in group.stacks:
+                radius = stack.rule.radius_of(stack.units[0].shape)
+                if radius is None or not stack.rule.rescales:
+                    continue
+                sigma, _, _ = cold_start(weights.assembled(stack.transfers))
+                for unit, factor in zip(stack.units, hard_factor(sigma, radius), strict=True):
+                    yield unit, stack.assigned.rule_name, factor.item()
 
     def memory_bytes(self) -> int:
         """Return the number of bytes of optimizer state, separate master weights and owned units'

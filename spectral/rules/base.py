@@ -108,6 +108,11 @@ class Rule(ABC):
         """Whether weight decay has no effect."""
         return False
 
+    @property
+    def rescales(self) -> bool:
+        """Whether each step, also the first, rescales weights to the radius."""
+        return False
+
     def decay_problem(self, weight_decay: float) -> str | None:
         """Return why this weight decay cannot be used with the rule, or None if it can."""
         return None

@@ -64,6 +64,11 @@ class MuonPlusPlusRule(RadiusRule):
             "would undo it",
         )
 
+    @property
+    def rescales(self) -> bool:
+        """Whether each step rescales weights to the radius. See `Rule.rescales`."""
+        return self.algorithm == "project_rescale"
+
     def settings(self) -> dict[str, Any]:
         """Return the fields by name; algorithm dual replaces a null tolerance by its default."""
         dual = self.algorithm == "dual"

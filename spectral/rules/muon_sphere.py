@@ -80,6 +80,11 @@ class MuonSphereRule(RadiusRule):
     @property
     def undoes_decay(self) -> bool:
         """Whether weight decay has no effect because the weight is rescaled to R afterwards."""
+        return self.rescales
+
+    @property
+    def rescales(self) -> bool:
+        """Whether each step rescales weights to R. See `Rule.rescales`."""
         return self.retraction == "hard"
 
     def decay_problem(self, weight_decay: float) -> str | None:

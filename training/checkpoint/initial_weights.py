@@ -1,5 +1,6 @@
 """Initial weights from another run: `checkpoint.initialize_from`."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from training.errors import BrokenCheckpointError
 from training.json_file import read_json
 
 TOKENIZER = "tokenizer.json"
+OFF_RADIUS = 0.05
+"""Relative deviation of a norm from its radius that the steps of sphere rules do not cause."""
 
 
 class InitialWeights:
@@ -68,6 +71,21 @@ class InitialWeights:
         with torch.no_grad():
             for name, value in named_buffers(model.chunks, model.parameters):
                 value.copy_(self.weights.buffer(name, tuple(value.shape)))
+
+
+def rescaling_warning(found: Collection[tuple[str, float]]) -> str | None:
+    """Return a warning if rules rescale initial weights to their radius. `found` contains the rule
+    name and the factor of each matrix that is rescaled."""
+    changed = [(rule, factor) for rule, factor in found if abs(factor - 1) > OFF_RADIUS]
+    if not changed:
+        return None
+    factors = [factor for _, factor in changed]
+    rules = ", ".join(sorted({rule for rule, _ in changed}))
+    return (
+        f"the first step will rescale {len(changed)} matrices to their radius, by factors "
+        f"{min(factors):.3g} to {max(factors):.3g} ({rules}); this changes a pretrained model: "
+        "finetune with muon"
+    )
 
 
 def check_beginning(config: Config, start: CheckpointInfo) -> None:

@@ -1,5 +1,6 @@
 """The contract of every update rule."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -24,7 +25,7 @@ ALL = pytest.mark.parametrize("name", RULES)
 OTHERS: dict[str, Rule] = {
     f"muon_plus_plus {algorithm}": RULES["muon_plus_plus"](algorithm=algorithm)  # type: ignore[call-arg]
     for algorithm in ("project_rescale", "dual")
-}
+} | {"muon_sphere dynamic": RULES["muon_sphere"](retraction="dynamic")}  # type: ignore[call-arg]
 EVERY_FORM = pytest.mark.parametrize("name", [*RULES, *OTHERS])
 
 
@@ -197,6 +198,17 @@ def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int])
         # The direction has singular values near 1, of which msign's error at 8 steps is below 1%.
         moved = torch.linalg.matrix_norm(before - weight, ord=2)
         assert moved.tolist() == pytest.approx([1e-3 * scale] * 2, rel=0.02)
+
+
+@EVERY_FORM
+def test_a_rule_says_whether_it_rescales_weights_to_the_radius(name: str) -> None:
+    rule = make(name)
+    weight, grad = start()
+    weight *= 2
+    take_step(rule, weight, grad, rule.init_state(weight), lr=0.0)
+    norms = torch.linalg.matrix_norm(weight, ord=2).tolist()
+    radius = math.sqrt(24 / 40)
+    assert norms == pytest.approx([radius if rule.rescales else 2 * radius] * 3, rel=1e-4)
 
 
 @ALL

@@ -1,6 +1,7 @@
 """Runs that begin with the weights of another run."""
 
 import json
+import math
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -8,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from models.families import all_units
+from models.initialize import VOCABULARY
 from parallel.checkpoint.safe_index import read_index
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, tiny_config
 from tests.run_results import tensors_of
 from tests.unit.training.checkpoint.test_checkpoint import forge
+from training.assignments import unit_options
 from training.build import build_trainer
 from training.checkpoint.checkpoints import BrokenCheckpointError, read_checkpoint, step_folder
-from training.checkpoint.initial_weights import initial_weights
+from training.checkpoint.initial_weights import initial_weights, rescaling_warning
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import Config
 from training.data.build_data import build_data
@@ -82,6 +86,33 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
         "to train longer, increase train.steps and set checkpoint.allow_change=[schedule]; to start"
     )
     assert longer in capsys.readouterr().out
+
+
+def test_a_run_says_that_its_first_step_rescales_the_weights(configured, world, tmp_path, capsys):
+    drawn = {"model__init__spectral": False, "model__init__std": 0.1}
+    old = configured("old", "adamw", train__exit_step=1, **drawn)
+    train(old, world)
+    saved = tensors_of(read_checkpoint(tmp_path / "old"), "weight/")
+    factors = []
+    for unit in all_units(old.model, **unit_options(old)):
+        if unit.is_matrix and unit.role not in VOCABULARY:
+            rows, cols = unit.shape
+            matrix = saved[f"weight/{unit.name}"].reshape(rows, cols)
+            factors.append(math.sqrt(rows / cols) / float(torch.linalg.matrix_norm(matrix, ord=2)))
+    source = {"checkpoint__initialize_from": str(tmp_path / "old")}
+    train(configured("sphere", "muon_sphere", train__exit_step=1, **source), world)
+    expected = f"will rescale {len(factors)} matrices to their radius, by factors "
+    expected += f"{min(factors):.3g} to {max(factors):.3g} (muon_sphere); this changes a pretrained"
+    assert expected in capsys.readouterr().out
+
+    def warning(rule: str, source: str) -> str | None:
+        config = configured("new", rule, checkpoint__initialize_from=str(tmp_path / source))
+        weights = initial_weights(config)
+        trainer = build_trainer(config, world, *build_data(config), weights=weights)
+        return rescaling_warning(trainer.optimizer.rescalings().values())
+
+    assert warning("muon", "old") is None
+    assert warning("spectral_sphere", "sphere") is None  # already at the radius
 
 
 def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
