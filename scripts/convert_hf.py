@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 
 from scripts.command import check_free, command, new_parser, output_path, warn_replaced
 from training.command_line import fail
+from training.errors import InputError
 from training.report.text import progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -93,8 +94,33 @@ def _import(options: argparse.Namespace) -> None:
     # Use a new run folder: in an existing one, the command would resume the run it contains.
     folder = f"run.dir={free_name(Path('runs', options.target.name))}"
     command = shlex.join(["--config", str(config), folder, *options.overrides, initialize])
-    print(f"wrote {options.target}: {dtype} weights; to train them:")
+    reason = _unsuitable_data(options, config)
+    if reason is None:
+        print(f"wrote {options.target}: {dtype} weights; to train them:")
+    else:
+        print(f"wrote {options.target}: {dtype} weights")
+        print(f"{reason}; to train the weights, prepare data with the model's tokenizer:")
+        tokenizer = shlex.quote(str(options.target / "tokenizer.json"))
+        print(
+            f"    python scripts/prepare_data.py NAME=SOURCE --tokenizer {tokenizer} --output DATA"
+        )
+        print(f"Then set data.train and data.validation in {config} to this data, and run:")
     print(f"    python pretrain.py {command}")
+
+
+def _unsuitable_data(options: argparse.Namespace, config: Path) -> str | None:
+    """Return why the config's data cannot train the imported weights, or None if it can, is
+    missing or is damaged."""
+    from training.checkpoint.checkpoints import read_checkpoint
+    from training.checkpoint.initial_weights import unsuitable_data
+    from training.config import load_config
+
+    try:
+        return unsuitable_data(
+            load_config(config, options.overrides), read_checkpoint(options.target)
+        )
+    except InputError:
+        return None
 
 
 def _size(text: str) -> int:

@@ -24,6 +24,7 @@ from training.checkpoint.stored_checkpoint import (
     ResumeError,
 )
 from training.config import Config
+from training.data.build_data import data_vocabulary, tokenizer_path
 from training.errors import BrokenCheckpointError
 from training.json_file import read_json
 
@@ -137,10 +138,20 @@ def chosen_weights(
     )
     different = list(changes(saved, configured)) if config.model.vocab_size is not None else []
     if different:
+        remedies = []
+        others = [change for change in different if change.key != "vocab_size"]
+        reason = unsuitable_data(config, info) if len(others) < len(different) else None
+        if reason is not None:
+            remedies.append(
+                f"{reason}: prepare data with the model's tokenizer (scripts/prepare_data.py "
+                f"--tokenizer {info.path / TOKENIZER}) and set data.train"
+            )
+        if reason is None or others:
+            keys = "these" if reason is None else "the other"
+            remedies.append(f"set {keys} model keys as in {info.path / CONFIG}")
         raise ResumeError(
             f"checkpoint.initialize_from: the model in {info.path} must match the run's model, but "
-            f"these keys differ: {', '.join(map(str, different))}; set these model keys as in "
-            f"{info.path / CONFIG}"
+            f"these keys differ: {', '.join(map(str, different))}; {'; '.join(remedies)}"
         )
     sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
     compared = None not in (sha256, tokenizer)
@@ -152,6 +163,19 @@ def chosen_weights(
             "use the weights anyway, set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest, compared
+
+
+def unsuitable_data(config: Config, info: CheckpointInfo) -> str | None:
+    """Return why the tokenizer of the config's data does not suit the model in a checkpoint, or
+    None if it does, or if there is no tokenizer to compare."""
+    ids, rows = data_vocabulary(config), info.config.model.vocab_size
+    if ids is not None and rows is not None and ids > rows:
+        return f"the data's tokenizer has {ids:,} token ids, but the model has {rows:,}"
+    saved, file = info.path / TOKENIZER, tokenizer_path(config)
+    known = file is not None and file.is_file() and saved.is_file()
+    if known and not same_tokens(saved, file):
+        return "the data's tokenizer is not the model's"
+    return None
 
 
 def same_tokens(saved_file: Path, data_file: Path | None) -> bool:

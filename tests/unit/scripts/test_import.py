@@ -310,6 +310,32 @@ def test_the_model_section_is_written(family, tokens, tmp_path, capsys, refusal,
     assert f"--write-config {new} already exists" in refusal(main(line))
 
 
+def test_data_of_another_tokenizer_must_be_prepared_again(tokens, tmp_path, capsys) -> None:
+    for name, ids in (("own", 100), ("other", 100), ("many", 200)):
+        vocab = {f"{name}{i}": i for i in range(ids)}
+        model = {"type": "WordLevel", "vocab": vocab, "unk_token": f"{name}0"}
+        (tmp_path / name).write_text(json.dumps({"version": "1.0", "model": model}))
+    config = config_in(tmp_path, tokens, model__vocab_size=120)
+    source = tmp_path / "theirs"
+    their_model(source, config)
+    shutil.copy(tmp_path / "own", source / "tokenizer.json")
+    reasons = {
+        "own": "",
+        "other": "the data's tokenizer is not the model's",
+        "many": "the data's tokenizer has 200 token ids, but the model has 120",
+    }
+    for name, reason in reasons.items():
+        run = tmp_path / f"imported {name}"
+        line = ["import", str(source), str(run), "--config", str(config)]
+        if name == "many":
+            line += ["--write-config", str(tmp_path / "new.yaml")]
+        assert main([*line, f"data.tokenizer={tmp_path / name}"]) == 0
+        said = capsys.readouterr().out
+        assert ("float32 weights; to train them:\n    python pretrain.py" in said) == (not reason)
+        assert f"--tokenizer '{run}/tokenizer.json' --output" in said or not reason
+        assert reason in said and "python pretrain.py --config" in said
+
+
 @pytest.mark.parametrize("twice", slow_but([True], [False, True]))
 def test_a_tied_head_stays_tied(twice, tokens, tmp_path, world, capsys) -> None:
     """Gemma 2 is published with tied embeddings. Some files also contain the equal head."""
