@@ -276,9 +276,14 @@ def test_an_own_entry_that_another_has_written_over_is_an_error(rule: str, value
     (name,) = {"adamw": ["momentum"]}.get(rule, [*RULES[rule]().elementwise_state][:1]) or [None]
     if name is None:  # spectral descent has no state
         return
-    optimizer = made(rule)
+    said = f"{name} of parameter 1 must (be a tensor|have shape)"
+    optimizer, stepped_before = made(rule), made(rule)
     optimizer.state[parameters_of(optimizer)[1]][name] = value
-    refuses(optimizer, f"{name} of parameter 1 must (be a tensor|have shape)")
+    refuses(optimizer, said)
+    stepped_before.step()
+    parameter = parameters_of(stepped_before)[1]
+    stepped_before.state[parameter] = {**stepped_before.state[parameter], name: value}
+    refuses(stepped_before, said)
 
 
 def refuses(optimizer: SpectralOptimizer, said: str) -> None:
