@@ -186,9 +186,12 @@ class Trainer:
             self._free.put(place)
 
     def state(self) -> str:
-        """Return the folder and last output line of each run in progress."""
-        logs = ((log.parent.name, lines_of(log) or ["starts"]) for log in [*self._logs])
-        lines = [f"{name}: {text[-1]:.80}" for name, text in logs]
+        """Return the folder and last step of each run in progress, or its last output line."""
+        lines = []
+        for log in [*self._logs]:
+            text = lines_of(log) or ["starts"]
+            last = next((line for line in reversed(text) if line.startswith("step ")), text[-1])
+            lines.append(f"{log.parent.name}: {last:.80}")
         return "; ".join(lines) or "no runs in progress in this process"
 
     def begin(self, runs: Iterable[Run]) -> None:

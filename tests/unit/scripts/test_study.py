@@ -282,9 +282,9 @@ def test_a_damaged_record_is_named(tmp_path):
         RecordBook(tmp_path)
 
 
-def test_progress_is_the_last_line_of_each_run(tmp_path):
+def test_progress_is_the_last_step_of_each_run(tmp_path):
     with closing(Trainer(tmp_path, RecordBook(tmp_path))) as trainer:
-        for name, text in (("lr-1", "begins\nstep 2/9\n"), ("lr-2", "")):
+        for name, text in (("lr-1", "begins\nstep 2/9\nnext: plot\n"), ("lr-2", "")):
             (tmp_path / name).mkdir()
             (tmp_path / name / "log.txt").write_text(text)
             trainer._logs.append(tmp_path / name / "log.txt")
