@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,8 @@ from tests.run_configs import read_config
 from tests.saved_state import save_state
 from training import build
 from training.build import build_trainer, restore
-from training.checkpoint.resume import find_start
+from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.checkpoint.stored_checkpoint import CheckpointInfo
-from training.config.schema import Kind
 from training.data.build_data import build_data
 from training.loop import Hooks, Loop, Outcome
 from training.run import train
@@ -83,8 +82,7 @@ def other_layout(folder: str, groups: Groups, layout: dict[str, int], keys: dict
     parallel = {f"parallel__{key}": size for key, size in layout.items()}
     config = read_config(folder, **keys, **parallel, run__dir=place)
     trainer = build_trainer(config, groups, *build_data(config))
-    info = find_start(place, "2", {}, get_args(Kind)).info
-    assert info is not None
+    info = read_checkpoint(step_folder(place, 2))
     restore(trainer, info)
     save_state(f"{place} loaded/state", trainer.model, trainer.optimizer)
     dist.barrier()

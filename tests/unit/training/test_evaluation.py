@@ -171,7 +171,8 @@ def test_changed_tasks_are_compared_and_announced(keys, world, tmp_path):
     found = differences(identity(before, saved), identity(config, facts), ())
     changed = [f"tasks.{name}.sha256" for name in ("words", "digits")]
     assert {kind: [each.key for each in of] for kind, of in found.items()} == {"data": changed}
-    start = SimpleNamespace(config=before, meta={"identity": saved})
+    meta = {"identity": saved, "progress": {"step": 3, "tokens": 0}}
+    start = SimpleNamespace(config=before, meta=meta)
     kinds = {"layout": {}, "device": {}, "versions": {}}
     said = ["tasks.examples was None, is 5", "tasks.other was there, is absent"]
     assert announced(start, config, saved, kinds) == said
