@@ -23,11 +23,12 @@ the verdict is `refused`. At the start, the script prints all keys that differ b
 its reference, except those that are tuned or listed in `overrides` or `differs`; table.md lists
 them too.
 
-With `search`, every variant is first tuned by successive halving, using the search's seed. Each
-stage trains its candidates for a `share` of the `full` length, then the best `keep` candidates for
-the next share. The next stage starts from the best candidate. The tuning cost must be the same for
-all variants. With `tuned_in`, variants start from the settings chosen in another study. In a width
-sweep, the variants are widths, and the only stage is a learning rate grid.
+With `search`, every variant is first tuned by successive halving. Each stage trains its candidates
+for a `share` of the `full` length, then the best `keep` candidates for the next share, with the
+search's `seed` or several `seeds` of this share. The next stage starts from the best candidate. The
+tuning cost must be the same for all variants. With `tuned_in`, variants start from the settings
+chosen in another study. In a width sweep, the variants are widths, and the only stage is a learning
+rate grid.
 """
 
 import argparse

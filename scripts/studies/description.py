@@ -87,14 +87,18 @@ class Stage(Section):
 
 
 class Rung(Section):
-    """A rung: train candidates for `share` of the full length and keep the best `keep`."""
+    """A rung: train candidates for `share` of the full length and keep the best `keep`.
+
+    Candidates are ranked by their mean loss over `seeds` (default: the search's seed).
+    """
 
     share: float
     keep: int
+    seeds: list[int] = field(default_factory=list)
 
 
 class Search(Section):
-    """Successive halving with a single seed and the same rungs for all variants.
+    """Successive halving with the same rungs for all variants.
 
     Each stage starts from the settings chosen in the previous one.
     """
@@ -176,7 +180,7 @@ class Study(Section):
         for stage, rungs in self.search.stages.items():
             entering = self.variants[name].search[stage].count()
             for rung in rungs:
-                total += entering * rung.share
+                total += entering * rung.share * max(1, len(rung.seeds))
                 entering = rung.keep
         return total
 
@@ -262,6 +266,11 @@ def _search_problems(study: Study, name: str) -> list[str]:
             )
         if any(not 0 < rung.share <= 1 for rung in rungs):
             problems.append(f"search.stages.{stage}: shares must be in (0, 1]")
+        problems += [
+            f"search.stages.{stage}: seeds must be distinct, got {rung.seeds}"
+            for rung in rungs
+            if len(set(rung.seeds)) < len(rung.seeds)
+        ]
         if stages_given[stage].factors and study.tuned_in is None:
             problems.append(f"{name}: factors in {stage} require tuned_in, got null")
     return problems

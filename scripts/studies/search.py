@@ -1,6 +1,8 @@
 """Tune a study's variants by successive halving, or take settings from another study."""
 
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,17 @@ Train = Callable[[Iterable[Run]], Results]
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate trained in a rung of a stage. `loss` is None if the run failed."""
+    """A candidate trained in a rung of a stage.
+
+    `loss` is the mean over the rung's seeds, or None if a run failed.
+    """
 
     variant: str
     stage: str
     share: float
     candidate: Candidate
     loss: float | None
+    seeds: list[int]
 
 
 @dataclass(frozen=True)
@@ -76,32 +82,37 @@ def try_all(
 ) -> list[Trial]:
     """Train all remaining candidates for the rung's share of the full length."""
     assert study.search is not None
+    seeds = rung.seeds or [study.search.seed]
     entries = [(name, candidate) for name, candidates in left.items() for candidate in candidates]
     runs = [
         run_of(
             study,
             name,
             [*chosen[name], *candidate],
-            study.search.seed,
+            seed,
             share=rung.share,
             extra=extra,
-            label=f"{name} {stage} {rung.share:g} {' '.join(candidate)}",
+            label=f"{name} {stage} {rung.share:g} {' '.join(candidate)}"
+            + (f" seed {seed}" if rung.seeds else ""),
         )
         for name, candidate in entries
+        for seed in seeds
     ]
-    trained = train(runs)
+    trained = iter(train(runs))
+    trials = []
     candidate_of: dict[tuple[str, str], Candidate] = {}
-    for (name, candidate), record in zip(entries, trained, strict=True):
-        other = candidate_of.setdefault((name, record.key), candidate)
+    for name, candidate in entries:
+        records = list(itertools.islice(trained, len(seeds)))
+        other = candidate_of.setdefault((name, records[0].key), candidate)
         if other is not candidate:
             raise InputError(
                 f"{name}: the candidates {' '.join(other)} and {' '.join(candidate)} are the same "
                 "run, because later overrides replace the values that differ; remove one of them"
             )
-    return [
-        Trial(name, stage, rung.share, candidate, record.loss)
-        for (name, candidate), record in zip(entries, trained, strict=True)
-    ]
+        losses = [record.loss for record in records if record.loss is not None]
+        loss = statistics.fmean(losses) if len(losses) == len(seeds) else None
+        trials.append(Trial(name, stage, rung.share, candidate, loss, seeds))
+    return trials
 
 
 def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:

@@ -97,6 +97,7 @@ def markdown(results: Results) -> str:
     for key in searched_keys(results):
         losses = records(loss_by(results, key))
         tables[f"loss by {first_key(key)}"] = [best_in_bold(line) for line in losses]
+    tables["later rungs"] = later_rungs(results)
     if results.get("points"):
         shares = records(tokens_to_loss(results, compared))
         tables["tokens"] = [share_cells(line) for line in shares]
@@ -219,15 +220,38 @@ def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
     """
     stages = results["variants"][name]["search"]
     varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
-    trials = [t for t in results["trials"] if t["variant"] == name and t["stage"] in varied]
-    first = min((trial["share"] for trial in trials), default=None)
     return [
         (
             float(settings(t["candidate"])[first_key(key)]),
             math.inf if t["loss"] is None else t["loss"],
         )
-        for t in trials
-        if t["share"] == first
+        for t in trials_by_rung(results)[0]
+        if t["variant"] == name and t["stage"] in varied
+    ]
+
+
+def trials_by_rung(results: Results) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the trials in the first rungs of all stages, and those in later rungs."""
+    first: dict[str, object] = {}
+    parts: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = [], []
+    for trial in results.get("trials", ()):
+        rung = trial["share"], trial.get("seeds")
+        parts[rung != first.setdefault(trial["stage"], rung)].append(trial)
+    return parts
+
+
+def later_rungs(results: Results) -> list[dict[str, str]]:
+    """Return a row per trial in a later rung, which only the best candidates enter."""
+    return [
+        {
+            "variant": trial["variant"],
+            "stage": trial["stage"],
+            "share": f"{trial['share']:g}",
+            "seeds": " ".join(map(str, trial.get("seeds", [results["search"]["seed"]]))),
+            "settings": short(trial["candidate"]),
+            "loss": "failed" if trial["loss"] is None else f"{trial['loss']:.4f}",
+        }
+        for trial in trials_by_rung(results)[1]
     ]
 
 

@@ -352,7 +352,7 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
 
 def searching(*counts: int, rungs=((1.0, 1),), kind="grid") -> dict[str, Any]:
     """Return the keys of a study with these numbers of candidates of its variants."""
-    stages = {"s": [{"share": share, "keep": keep} for share, keep in rungs]}
+    stages = {"s": [dict(zip(("share", "keep", "seeds"), rung, strict=False)) for rung in rungs]}
     variants = {
         name: {"config": "x", "search": {"s": {kind: {"optimizer.matrix.lr": [*range(count)]}}}}
         for name, count in zip("ab", counts, strict=False)
@@ -378,6 +378,10 @@ CURVE = {"variant": "plain", "shares": [0.5], "seeds": [1]}
         (searching(3, rungs=((1, 2),)), "decrease at every rung of s and end at 1, got [3, 2]"),
         (searching(2, rungs=((1.5, 1),)), "search.stages.s: shares must be in (0, 1]"),
         (searching(2, rungs=((0, 1),)), "search.stages.s: shares must be in (0, 1]"),
+        (
+            searching(2, rungs=((1, 1, [3, 3]),)),
+            "search.stages.s: seeds must be distinct, got [3, 3]",
+        ),
         (searching(2, kind="factors"), "a: factors in s require tuned_in, got null"),
         ({}, "the command line must not set seed, which the study sets from seeds"),
         ({"seeds": [1, 1]}, "seeds must be a non-empty list of distinct numbers, got [1, 1]"),

@@ -59,6 +59,37 @@ def test_the_best_candidate_is_found_at_the_stated_cost():
     assert (broken.variant, broken.candidate, broken.share) == ("b", ["lr=0.08"], 0.25)
 
 
+def test_a_rung_ranks_its_candidates_by_their_mean_over_seeds():
+    losses = {"0.01": (1.0, 9.0), "0.02": (2.0, 3.0), "0.04": (8.0, 1.0)}  # means 5, 2.5, 4.5
+
+    def train(runs):
+        records = []
+        for run in runs:
+            said = dict(each.split("=") for each in run.overrides)
+            loss = losses[said["lr"]][int(said["seed"]) - 1]
+            failed = loss == failing
+            records.append(Record(run.label, run.label, run.settings, failed, 1.0, {"loss": loss}))
+        return records
+
+    variant = Variant(config="c.yaml", search={"rate": Stage(grid={"lr": [0.01, 0.02, 0.04]})})
+    rungs = [Rung(share=0.5, keep=2), Rung(share=0.5, keep=1, seeds=[1, 2])]
+    study = Study(
+        title="t",
+        seeds=[1],
+        full={"steps": 80},
+        variants={"a": variant},
+        search=Search(seed=1, stages={"rate": rungs}),
+    )
+    failing = None
+    found = search(study, {}, [], train)
+    assert found.chosen == {"a": ["lr=0.02"]} and study.budget("a") == 3 * 0.5 + 2 * 0.5 * 2
+    assert [(t.loss, t.seeds) for t in found.trials[3:]] == [(5.0, [1, 2]), (2.5, [1, 2])]
+    assert found.trials[0].seeds == [1]
+    failing = 3.0
+    failed = search(study, {}, [], train)
+    assert failed.chosen == {"a": ["lr=0.01"]} and failed.trials[-1].loss is None
+
+
 def test_a_section_does_not_shadow_what_is_tuned_after_it():
     variant = Variant(config="configs/tiny_sso.yaml", overrides=["run={name: a}"])
     study = Study(title="t", seeds=[1], variants={"a": variant}, overrides=["run.name=c"])

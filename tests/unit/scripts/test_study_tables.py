@@ -142,12 +142,16 @@ def test_a_grid_without_a_value_between_its_ends_is_warned_of(stages, short):
 
 
 def test_losses_by_a_key_are_the_best_over_the_others():
-    results = searched({"a": [], "b": []})
+    results = searched({"a": [], "b": []}) | {"search": {"seed": 7}}
     first, *_ = loss_by(results, "lr").to_dict("records")
     assert first == {"variant": "a", "1": 1.3, "2": 0.3, "4": 2.3}
     assert "| b | 1.3000 | **0.3000** | 2.3000 |" in markdown(results)
     headings = [line for line in markdown(results).splitlines() if line.startswith("#")]
-    assert headings == ["### comparison", "### loss by lr", "### loss by beta"]
+    assert headings == ["### comparison", "### loss by lr", "### loss by beta", "### later rungs"]
+    assert "| b | s | 1 | 7 | lr 2, beta 0.5 | 0.1000 |" in markdown(results)
+    last = trial("a", 2, 0.3, None, share=1.0) | {"seeds": [1, 2]}
+    results["trials"] += [last]
+    assert "| a | s | 1 | 1 2 | lr 2, beta 0.3 | failed |" in markdown(results)
 
 
 def test_tokens_to_a_loss_are_found_on_the_curve():
