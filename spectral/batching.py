@@ -62,7 +62,7 @@ def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
 
 
 def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
-    """Return one number per matrix, `[sum of batches]`: the value of the matrix's stack.
+    """Repeat each stack's value once per matrix in the stack, `[sum of batches]`.
 
     The result has the dtype and device of the stacks and must not be modified.
     """

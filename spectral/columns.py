@@ -22,7 +22,7 @@ class Sums(NamedTuple):
     def added(self, numbers: Tensor) -> Tensor:
         """Return the columns that occur in some, but not all, of the sums with the given numbers.
 
-        A column that occurs in all of them only scales or shifts them.
+        A column that occurs in all of the sums only scales or shifts them.
         """
         pairs = self.pairs[numbers - self.start].T
         moving = [pair for pair in pairs if bool((pair != pair[0]).any())]
@@ -104,7 +104,7 @@ class Columns:
         return set[Use]().union(*(record.beneath for record, _ in self.parts(numbers)))
 
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
-        """Return numbers for elements that depend on both a column in `first` and one in `second`.
+        """Return numbers for elements that depend on a column in `first` and a column in `second`.
 
         `terms` means that the elements are sums, and that their terms come from separate layers.
         """

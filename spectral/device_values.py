@@ -81,9 +81,9 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return a 0-d bool on `device` (None: the first tensor's): whether all elements are finite.
+    """Return whether all elements are finite, as a 0-d bool on `device` (None: the first tensor's).
 
-    Computes the minimum and maximum, which cannot overflow as a norm can.
+    Computes the minimum and maximum, which, unlike a norm, cannot overflow.
     """
     device = tensors[0].device if device is None else device
     filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no maximum

@@ -1,4 +1,4 @@
-"""How a parameter is divided into matrices, and the units that an optimizer updates.
+"""The division of a parameter into matrices, and the units that an optimizer updates.
 
 A spectral rule updates one matrix `[rows, cols]` at a time, such as a head's query projection, a
 gate or an expert's down projection. Rows are outputs. A parameter may hold several matrices or be

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 UNREAD = {"torch", "einops", "numpy", "apply_chunking_to_forward", *sys.stdlib_module_names}
-"""Packages and functions whose code is not read, because the names alone say enough or because they
-only split tokens."""
+"""Packages and functions whose code is not read, because their names are informative enough or
+because they only split tokens."""
 OPAQUE = "<opaque>"
 """Word for code that cannot be read: a C extension, a Triton kernel, an operator that is not
 torch's, or a module that has not been imported yet."""
@@ -75,7 +75,7 @@ class ForwardWords:
         function: Any,
         known: dict[CodeType, list[str]],
     ) -> list[str]:
-        """Return the words in a function, and cache the words of each function read in `known`."""
+        """Return the words in a function; cache the words of every function that is read."""
         if (graph := getattr(function, "inlined_graph", None)) is not None:  # a torch.jit function
             operations = re.findall(r"aten::(\w+)", str(graph))
             return ["Ellipsis" if word == "slice" else word for word in operations]
@@ -186,7 +186,7 @@ def _attributes(value: Any, name: str) -> list[Any]:
 
 
 def _function(value: Any) -> Any:
-    """Return the function that calling a value runs, or None."""
+    """Return the function that runs when a value is called, or None."""
     if isinstance(value, MethodType) and isinstance(value.__self__, type(torch.autograd.Function)):
         value = value.__self__  # Function.apply
     value = value.func if isinstance(value, (partial, partialmethod, cached_property)) else value

@@ -1,4 +1,4 @@
-"""Infers how a weight divides into matrices from names, classes and attributes in the model.
+"""Uses names, classes and attributes in the model to infer how a weight divides into matrices.
 
 The model is not run. A weight counts as a single matrix only if nothing suggests that it holds
 several, and if a nearby layer has as many inputs as the weight has outputs. If a weight's division
@@ -26,7 +26,7 @@ HEADS = re.compile(
 )
 """Names of output layers, or of modules that end with an output layer."""
 ROUTERS = re.compile(r"^(router|gate|gating|wg)$|(Router|Gate|Gating)$")
-"""Names and classes of modules that route to experts, if there are experts next to them."""
+"""Names and classes of modules that count as routers if they are next to experts."""
 NORMS = re.compile(r"Norm(Gated|Act)?(\dd)?$")
 GAINS = re.compile(r"(?i)(^|_)(bias|biases|gain|scale|log|gamma|beta|table)(_|$)|^D$")
 EMBEDDINGS = re.compile(r"(^|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)(_|$)")
@@ -44,7 +44,7 @@ FILLERS = re.compile(
     r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv(?!_attn)|dense|pos"
     r"|b|up|w|c|weight|project)(?=_|$)|_"
 )
-"""Parts of an attention projection's name that do not tell which projection it is."""
+"""Parts of an attention projection's name that do not identify the projection."""
 PROJECTIONS = re.compile("query|queries$|key(s$)?|value(s$)?")
 """Words in the names of attention projections; each is shortened to its first letter."""
 HEAD_SIZES = (
@@ -94,7 +94,7 @@ WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 
 
 class KnownWeights:
-    """Infers how a model's weights divide into matrices from names, classes and attributes."""
+    """Uses names, classes and attributes to infer how a model's weights divide into matrices."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers, self.blocks = Layers(model), _blocks(model)
@@ -142,9 +142,10 @@ class KnownWeights:
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
-        """Return a division, with evidence, for a weight that is not a gain, head, router or table.
+        """Return a weight's division and the evidence for it.
 
-        Raises ValueError if the division is unclear.
+        Must not be called for gains, heads, routers or tables. Raises ValueError if the division is
+        unclear.
         """
         module, shape = weight.module, weight.parameter.shape
         transposed = weight.is_layer and is_transposed(module)
@@ -222,10 +223,10 @@ class KnownWeights:
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer named like a single matrix is an output layer, and the evidence.
+        """Return whether a layer is an output layer, and why.
 
-        The evidence is the layer's name or the input sizes of other layers. Raises ValueError if no
-        nearby layer uses all of the layer's outputs.
+        The layer's name must suggest a single matrix. The evidence is the layer's name or the input
+        sizes of other layers. Raises ValueError if no nearby layer uses all of the layer's outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
         inputs = weight.parameter.numel() // outputs
@@ -250,7 +251,7 @@ class KnownWeights:
         raise _unclear(weight, f" looks like several matrices, or an output head: {why}")
 
     def _outside(self, weight: Weight, layer: Layer) -> tuple[bool, str] | None:
-        """Return whether a layer outside repeated blocks is an output layer, and the evidence.
+        """Return whether a layer outside repeated blocks is an output layer, and why.
 
         Returns None if the answer depends on other layers in the enclosing modules. Raises
         ValueError if the answer is unclear.
@@ -375,7 +376,7 @@ class KnownWeights:
         return ""
 
     def _divides_inputs(self, module: nn.Module) -> bool:
-        """Return whether a module may multiply heads in inputs that other modules project."""
+        """Return whether a module may split its inputs, projected by other modules, into heads."""
         words, size = self.words.of(module), _first(module, HEAD_SIZES)
         widest = max((x.inputs for x in self.layers.within(module)), default=0)
         grouped = _first(module, KEY_COUNTS) not in (0, _first(module, HEAD_COUNTS))
@@ -400,7 +401,7 @@ class KnownWeights:
         )
 
     def _joins(self, part: str, name: str, around: nn.Module) -> bool:
-        """Return whether a projection or its attention may append further heads to its outputs."""
+        """Return whether the projection or its attention may append heads to the outputs."""
         inner = getattr(around, name, None)
         words = [word for word in self.words.of(around) if word != "torch"]
         passes = isinstance(inner, nn.Module) and "cat" in self.words.of(inner)
@@ -419,7 +420,7 @@ class KnownWeights:
         return ""
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
-        """Return the division of a stack of experts `[experts, ., .]`, and the evidence."""
+        """Return the division of a stack of experts `[experts, ., .]`, and the evidence for it."""
         module, shape = weight.module, tuple(weight.parameter.shape)
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
         transposed: Any = getattr(module, "is_transposed", None)
@@ -460,7 +461,7 @@ def _divider(module: nn.Module, words: set[str]) -> str:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return a projection's rows per head, None if no heads are found, or 0 if it is unclear."""
+    """Return a projection's rows per head; None if there are no heads, 0 if they are unclear."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
@@ -539,7 +540,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> bool:
-    """Return whether a module is named like a router and is next to experts."""
+    """Return whether a module has a router's name or class and is next to experts."""
     (name, module), (_, around) = step, outer
     return bool(ROUTERS.search(name) or ROUTERS.search(kind_of(module))) and any(
         child is not module and "expert" in f"{other}{kind_of(child)}".lower()
@@ -562,6 +563,6 @@ def _unclear(weight: Weight, why: str) -> ValueError:
     """Return the error for a weight with an unclear division, including the remedies."""
     return ValueError(
         f"{weight.name}{why}; pass split_parameters example=(arguments of a forward pass), "
-        f"units={{{weight.name!r}: {{'rows': [n]}}}} with the rows of each matrix ({{}} for one "
-        "matrix), or elementwise=[...] for AdamW"
+        f"units={{{weight.name!r}: {{'rows': [n]}}}} with the row count of each matrix ({{}} "
+        "for a single matrix), or elementwise=[...] for AdamW"
     )

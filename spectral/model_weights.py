@@ -12,7 +12,7 @@ CONVOLUTIONS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 RENAMED = ("weight", "weight_g", "weight_v", "weight_orig")
-"""Names of a layer's weight: the usual one, and those under weight_norm and spectral_norm."""
+"""Names of a layer's weight: the usual name, and the names under weight_norm and spectral_norm."""
 
 
 class Weight(NamedTuple):
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
 
     @property
     def own_name(self) -> str:
-        """The name that indicates the weight's use: its layer's or a bare parameter's own name."""
+        """The name that indicates the weight's use: its layer's, or its own if it has no layer."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property

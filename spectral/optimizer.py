@@ -234,7 +234,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._names |= names_of([group])
 
     def _warn_unnamed(self) -> None:
-        """Warn about several unnamed 2-D parameters without units: some may hold no one matrix."""
+        """Warn if several 2-D parameters have no names or units: some may not be single
+        matrices."""
         groups = [g for g in self.param_groups if "param_names" not in g and g["units"] is None]
         matrices = [g["params"] for g in groups if rule_of(g).whole_matrix]
         count = sum(parameter.ndim == 2 for params in matrices for parameter in params)
@@ -277,7 +278,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     )
 
     def _rename(self) -> None:
-        """Update the names in groups whose parameters another program has removed or added.
+        """Update the names in groups after another program has removed or added parameters.
 
         Raises ValueError for a parameter that was never named.
         """
@@ -570,7 +571,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_alone(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
-        """Update those parameters of a rule that this rank handles alone."""
+        """Update parameters whose matrices this rank updates alone."""
         assert self._snapshot is not None  # of this step
         units = [unit for p in parameters for unit in self._snapshot.units(p, rule)]
         shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
@@ -615,7 +616,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_shared(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
-        """Update those parameters of a rule whose matrices several ranks update together."""
+        """Update parameters whose matrices several ranks update together."""
         for dtype, members in grouped(parameters, lambda p: self._weight(p).dtype).items():
             assert self._matrices is not None  # created by `_share`
             parts = {
@@ -671,7 +672,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
 
 def _warn(message: str) -> None:
-    """Warn about the line of the caller's program, outside torch and this package."""
+    """Issue a warning that points to the caller's code, outside torch and this package."""
     frame, level, inner = sys._getframe().f_back, 2, {"torch", __name__.partition(".")[0]}
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         frame, level = frame.f_back, level + 1
@@ -698,9 +699,9 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
                 check_name(name)
                 if parameter.ndim == 3:
                     raise ValueError(
-                        f"{name or 'a parameter'} of shape {tuple(parameter.shape)} is a stack of "
-                        "matrices or one convolution: use split_parameters, or set the group's "
-                        "units to {'stacked': True} or {}"
+                        f"{name or 'a parameter'} of shape {tuple(parameter.shape)} may be a "
+                        "stack of matrices or a single convolution: use split_parameters, or set "
+                        "the group's units to {'stacked': True} or {}, respectively"
                     )
 
 

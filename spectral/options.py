@@ -108,9 +108,9 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
 
 
 def _extends(name: str, field: str) -> bool:
-    """Return whether a name adds a word to a field, as `weight_decay_mult` does."""
+    """Return whether a name adds a word to a field's name, as `weight_decay_mult` does."""
     before, found, after = f"_{name}_".partition(f"_{field}_")
-    return bool(found) and len(before + after) > 2  # an initial, as in `n_steps`, is no word
+    return bool(found) and len(before + after) > 2  # an initial, as in `n_steps`, is not a word
 
 
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:

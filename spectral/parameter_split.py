@@ -69,7 +69,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups, with the model's present parameters, because sharding replaces them."""
+        """Parameter groups, with the model's current parameters, because sharding replaces them."""
         named = dict(self.module.named_parameters())
         ids = {id(parameter) for parameter in named.values()}
         for group in self._groups:
@@ -89,7 +89,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         return [dict(g) for g in chosen] if isinstance(chosen, list) else dict(chosen)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over copies of the groups, looking up the present parameters once."""
+        """Iterate over copies of the groups, looking up the current parameters once."""
         return iter(self[:])
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
             row = f"{count:4} x {name:50} {shown:>16}  {rule:8}  {what:16}  {reason}"
             lines.append(row.rstrip())
         if self.frozen:
-            lines.append(f"{len(self.frozen):4} frozen, in no group: {self.frozen[0][0]} ...")
+            lines.append(f"{len(self.frozen):4} frozen and in no group: {self.frozen[0][0]} ...")
         return "\n".join(lines)
 
 
@@ -242,7 +242,7 @@ def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
 def _apart(
     module: nn.Module, elementwise: Iterable[nn.Module | nn.Parameter] | nn.Module | nn.Parameter
 ) -> set[int]:
-    """Return the ids of the parameters in `elementwise`, also those in its modules."""
+    """Return the ids of the parameters in `elementwise`, including those of its modules."""
     own, apart = {id(p) for p in module.parameters()}, set[int]()
     if isinstance(elementwise, (nn.Module, nn.Parameter)):
         elementwise = [elementwise]
@@ -252,7 +252,7 @@ def _apart(
         ids = {id(p) for p in ([each] if isinstance(each, nn.Parameter) else each.parameters())}
         if ids and own.isdisjoint(ids):
             raise ValueError(
-                f"elementwise must contain parts of this model, got {each!r} from another"
+                f"elementwise must contain parts of this model, got {each!r} from another model"
             )
         apart |= ids
     return apart

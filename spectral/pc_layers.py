@@ -62,7 +62,7 @@ class EffectiveWeight(nn.Module):
         raise NotImplementedError
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the top singular pairs of `stack`: the matrices at indices `members`."""
+        """Return the top singular pairs of the matrices in `stack`, whose indices are `members`."""
         return self.preconditioners[members[0]].cold_pair(stack.detach())
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def merge_(model: nn.Module) -> None:
     """
     _check_module(model)
     if _is_sharded_by_fsdp(model):
-        raise ValueError("merge_ requires an unsharded model; load the state into an unsharded one")
+        raise ValueError("merge_ requires an unsharded model; load the state into one first")
     layers: list[tuple[nn.Module, Any]] = [
         (module, chain)
         for module in model.modules()

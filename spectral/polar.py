@@ -189,8 +189,8 @@ def workspace_units(numel: int, device: torch.device) -> int:
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors along the batch into matching slices, such that those of the first tensor fit
-    in the cache.
+    """Split tensors along the batch into matching slices, such that each slice of the first tensor
+    fits in the cache.
     """
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     if limit is None or tensors[0].numel() <= limit:

@@ -330,7 +330,7 @@ class SpectralSphere(SpectralOptimizer):
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1; lambda
     solves `<u v^T, msign(M + lambda u v^T)> = 0` for the weight's top singular pair (u, v). Use SSO
-    in the same cases as MuonSphere, which drops this condition.
+    in the same cases as MuonSphere, whose steps need not be tangent.
 
         optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
@@ -491,8 +491,8 @@ class MuonPlusPlus(SpectralOptimizer):
 class SpectralDescent(SpectralOptimizer):
     """Spectral descent: `W -= lr ||G||_* msign(G)`, the steepest-descent step without momentum.
 
-    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). Use it
-    for theoretical work and small models.
+    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). Use
+    SpectralDescent for theoretical work and small models.
 
         optimizer = SpectralDescent(split_parameters(model), lr=1e-3)
 

@@ -256,7 +256,7 @@ class _Refinement:
     def measured(self, polars: list[Polar]) -> tuple[list[Tensor], Tensor]:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
-        If a matrix's iteration diverged, its inner product is NaN. The evaluation is then never the
+        If a matrix's iteration diverged, its inner product is NaN. Such an evaluation is never the
         best, and does not narrow the bracket. Empties the list `polars`.
         """
         bounded = concat([polar.bounded for polar in polars])

@@ -1,9 +1,9 @@
 """Detects the matrices in weights from one forward pass.
 
-A weight's name and shape do not tell which matrices it holds, but the use of its outputs does. The
-model is therefore run once. The result of each matmul with a weight has a *shadow* (`shadow.py`),
-which holds, for each element, the number of a column (an output of the weight). Operations
-propagate shadows:
+A weight's name and shape do not reveal its matrices, but the use of its outputs does. The model is
+therefore run once. The result of each matmul with a weight has a *shadow* (`shadow.py`), which
+holds, for each element, the number of a column (an output of the weight). Operations propagate
+shadows:
 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
@@ -382,7 +382,7 @@ class Watch(TorchDispatchMode):
             elif name in PRODUCTS and t.ndim > 1 and min(t.shape[-2:]) > 1:
                 shape = "x".join(map(str, t.shape[-2:]))
                 self.flat[vector] = (
-                    f"a product uses parts of this vector as a matrix, such as {shape}: store each "
+                    f"a product uses a part of this vector as a {shape} matrix: store each "
                     "matrix as a parameter [out, in], or pass the vector as elementwise"
                 )
 
@@ -494,7 +494,7 @@ class Watch(TorchDispatchMode):
         return columns.numel() == 1 and self._sums(columns)
 
     def _is_part(self, columns: Tensor) -> bool:
-        """Return whether columns are some of a weight's columns, such as a head."""
+        """Return whether columns are part of a weight's columns, such as those of a head."""
         use = self.numbers.record(columns.max())
         return isinstance(use, Use) and 1 < columns.numel() < use.count
 
@@ -557,7 +557,7 @@ class Watch(TorchDispatchMode):
         )
 
     def _look_up(self, source: Tensor, numbers: Tensor, chosen: Tensor) -> None:
-        """Record which weights an index takes rows from, or leaves out of a stack of matrices."""
+        """Record the weights whose rows are indexed, and stacked weights that are left out."""
         ordered = torch.equal(numbers.flatten(), chosen.flatten())
         known = chosen[chosen >= 0].sort().values.long().cpu()
         taken = [*self.numbers.uses(known)]

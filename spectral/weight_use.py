@@ -1,4 +1,4 @@
-"""How a weight's outputs are used in a forward pass, and the division that this implies.
+"""The use of a weight's outputs in a forward pass, and the division that it implies.
 
 Two outputs belong to the same matrix if every set of outputs used as one vector contains either
 both or neither. This is the coarsest division in which each set consists of whole matrices.
@@ -39,7 +39,7 @@ Sets = frozenset[tuple[int, ...]]
 
 @dataclass(eq=False)
 class Use:
-    """How a weight's outputs are used. Its elements are numbered from `start`."""
+    """Records how a weight's outputs are used. Its elements are numbered from `start`."""
 
     name: str
     shape: tuple[int, ...]
@@ -270,7 +270,7 @@ def _division(
     if len(sums) > 1 or others or axis != stacked + transposed or axis in inputs:
         shown = " and ".join(map(str, sorted(sums)))
         raise ValueError(
-            f"no units describe products that sum over axes {shown} of a weight of shape {shape}"
+            f"no division matches products that sum over axes {shown} of a weight of shape {shape}"
         )
     groups = groups if transposed else 1
     parts = shape[0] if stacked and 0 in outputs else groups

@@ -73,7 +73,7 @@ class Tile:
 
 
 QUACK = Tile(0, 0, 0, 0)
-"""Stands in for a `Tile`: quack-kernels' symmetric GEMM, which selects its own tiles."""
+"""Used instead of a `Tile` for quack-kernels' symmetric GEMM, which selects its own tiles."""
 
 
 @dataclass(frozen=True)

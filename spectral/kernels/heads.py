@@ -28,7 +28,7 @@ def turn_back(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the `each` heads of one token, and accumulate the gain's gradient.
+    """Write the gradients of a token's `each` heads, and accumulate the gain's gradient.
 
     The two halves of a head are loaded separately because the rotation mixes them.
     """

@@ -20,7 +20,7 @@ if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
 BLOCKS = 4
 """Number of row blocks in a large symmetric product on CPU; 4 blocks save 6/16 of the FLOPs."""
 LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
-"""Number of rows from which blocks are faster, by dtype; see `product`."""
+"""Smallest number of rows for which blocks are faster, by dtype; see `product`."""
 
 
 def product(

@@ -126,7 +126,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
     """Compute the top eigenvectors `[batch, k]` of symmetric float64 `t` `[batch, k, k]`.
 
-    `squarings` lists the number of squarings in each round; all rounds must have the same number.
+    `squarings` lists the number of squarings in each round; all entries must be equal.
     """
     batch, size = t.shape[:2]
     result = t.new_empty(batch, size)

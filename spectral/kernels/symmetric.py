@@ -1,6 +1,6 @@
 """Triton kernels for batched symmetric matmuls, which compute only half of the tiles.
 
-    C = alpha A B^T + beta S + gamma I,    known to be symmetric because `A = B`, or because `A`,
+    C = alpha A B^T + beta S + gamma I,    where C is symmetric because `A = B`, or because `A`,
                                            `B` and `S` are polynomials of one symmetric matrix.
 
 Each program computes one tile on or below the diagonal, and writes the tile and its mirror image.

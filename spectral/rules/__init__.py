@@ -50,7 +50,7 @@ class Registry(UserDict[str, type[Rule]]):
         self.left_out: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[str]:
-        """Yield all names, those from other installed packages last."""
+        """Yield all names; names from other installed packages come last."""
         self.load()
         return iter(self.data)
 

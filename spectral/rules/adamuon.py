@@ -1,4 +1,4 @@
-"""AdaMuon: Muon on the signs of the momentum, with a per-entry second moment of the update.
+"""AdaMuon: Muon applied to the signs of the momentum, with a per-entry second moment of the update.
 
 Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1. With
 O = msign(sign(M)), the moving average V of O's squares, and O' = O / (sqrt(V) + epsilon), the step
@@ -22,7 +22,7 @@ from .normuon import EPSILON, NorMuonRule
 
 @dataclass(frozen=True, kw_only=True)
 class AdaMuonRule(NorMuonRule):
-    """Muon on the signs of the momentum, with each entry of the update divided by a running RMS."""
+    """Muon applied to the signs of the momentum, with update entries divided by a running RMS."""
 
     scale: Scale = "align_adam_rms"
     """Formula for the shape-dependent update scale (docs/spectral.md); the default is the paper's.
@@ -36,7 +36,8 @@ class AdaMuonRule(NorMuonRule):
         return super().init_state(weight) | {"square": torch.zeros_like(weight)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then step along the normalized msign(sign(momentum)). See `Rule.update`."""
+        """Decay the weights, then step along the normalized msign(sign(momentum)). See
+        `Rule.update`."""
         # `sign` would hide infinities and NaN, which must not go undetected.
         signs = [torch.where(s.grad.isfinite(), s.grad.sign(), torch.nan) for s in stacks]
         return super().update([s._replace(grad=x) for s, x in zip(stacks, signs, strict=True)])

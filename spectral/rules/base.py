@@ -110,7 +110,7 @@ class Rule(ABC):
 
     @property
     def rescales(self) -> bool:
-        """Whether each step, also the first, rescales weights to the radius."""
+        """Whether each step, including the first, rescales weights to the radius."""
         return False
 
     def decay_problem(self, weight_decay: float) -> str | None:
@@ -385,7 +385,7 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
 def nearest(name: object, known: Iterable[object], *, similarity: float = 0.6) -> str:
     """Return a message suffix that suggests the closest name, or "" if none is close.
 
-    `similarity` is the least ratio of `difflib.SequenceMatcher` for a close name.
+    `similarity` is the minimum `difflib.SequenceMatcher` ratio of a close name.
     """
     names = {str(x): x for x in known}
     close = difflib.get_close_matches(str(name), [*names], n=1, cutoff=similarity)

@@ -284,7 +284,7 @@ class MuonRule(PolarRule):
         return self.cautious_decay
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then `weight -= lr scale msign(momentum)`. See `Rule.update`.
+        """Decay the weights, then compute `weight -= lr scale msign(momentum)`. See `Rule.update`.
 
         Reports `update_rms` and `refused`.
         """

@@ -89,7 +89,7 @@ class MuonPlusPlusRule(RadiusRule):
         return state
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then step along the projected or tangent direction. See `Rule.update`.
+        """Decay the weights, then step along the projected or tangent direction. See `Rule.update`.
 
         Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is (sigma_1 -
         sigma_2) / sigma_1 before the update. gap_exceeded is 1 where the step is longer than

@@ -107,7 +107,7 @@ class MuonSphereRule(RadiusRule):
         return state
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, retract and descend. See `Rule.update`.
+        """Decay, retract and update the weights. See `Rule.update`.
 
         Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """

@@ -34,7 +34,8 @@ class NorMuonRule(MuonRule):
         return super().init_state(weight) | {"square": weight.new_zeros(weight.shape[:2])}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then step along msign(momentum) with normalized rows. See `Rule.update`."""
+        """Decay the weights, then step along msign(momentum) with normalized rows. See
+        `Rule.update`."""
         polars = self.polars([stack.grad for stack in stacks])
         even = [self._even(stack, polar) for stack, polar in zip(stacks, polars, strict=True)]
         return self.apply(stacks, even, decays=True)

@@ -53,7 +53,7 @@ class SpectralSphereRule(MuonSphereRule):
         return super().settings() | {"tolerance": self.accepted(self.tolerance)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, retract and step along the tangent direction. See `Rule.update`.
+        """Decay and retract the weights, then step along the tangent direction. See `Rule.update`.
 
         Reports the metrics of MuonSphere, and the metrics in `TangentSolution.report`.
         """

@@ -106,7 +106,7 @@ class Side:
 class Exchange:
     """The two all-to-alls for a set of matrices, planned once per rank.
 
-    Each whole matrix is a tensor, and `whole` is the slice of that tensor that a part holds.
+    Each whole matrix is a tensor; a part's `whole` is the slice of that tensor stored in the part.
     `owned_matrices` lists the names of the matrices owned by this rank.
     """
 
@@ -158,7 +158,7 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Write `whole[matrix]` from its owner to all parts of the matrix; with `add`, add it to
+        """Copy `whole[matrix]` from its owner to all parts of the matrix or, with `add`, add it to
         them.
 
         Without `local`, matrices that are whole on their owner are skipped. See `gather` for `like`
@@ -197,7 +197,7 @@ class Exchange:
 def local_pairs(
     parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield two views of each local part, of equal shape: into its matrix and into its tensor."""
+    """Yield two views of equal shape for each local part: of its matrix and of its tensor."""
     for matrix, part in parts:
         view = part.of(held)
         yield narrowed(whole[matrix], part.whole).view(view.shape), view

@@ -99,7 +99,7 @@ def test_pc_layers_of_tensor_parallel_ranks_are_merged(on_two) -> None:
     for left, change in on_two["merged under tp"]:
         assert left == [] and change < 1e-12  # float64
     for merging, converting in on_two["merged under fsdp"]:
-        assert merging == "merge_ requires an unsharded model; load the state into an unsharded one"
+        assert merging == "merge_ requires an unsharded model; load the state into one first"
         assert converting.endswith(" is already sharded; call preconditioned before fully_shard")
 
 

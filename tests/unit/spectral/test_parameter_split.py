@@ -173,7 +173,7 @@ def test_a_split_of_something_else_is_refused(model, options, error, message) ->
 def test_a_parameter_that_is_no_longer_frozen_is_named_once(replaced: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     split = split_parameters(model)
-    assert str(split).endswith("\n   2 frozen, in no group: 1.weight ...")
+    assert str(split).endswith("\n   2 frozen and in no group: 1.weight ...")
     optimizer, batch = Muon(split), torch.ones(1, 2)
     model(batch).sum().backward()
     optimizer.step()

@@ -1130,7 +1130,7 @@ def a_hidden_consumer(m: Any, x: Tensor) -> Any:
 
 
 FROZEN = linear(12, 12).requires_grad_(False)
-FLAT = "flat: a product uses parts of this vector as a matrix, such as 12x4: store each"
+FLAT = "flat: a product uses a part of this vector as a 12x4 matrix: store each"
 
 
 @refused(FLAT, "inner 12 12, out 4 4, flat 60")
