@@ -171,7 +171,7 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return what Triton is missing to compile a Python extension, or None if nothing is
+    """Return a dependency that Triton lacks to compile an extension, or None if nothing is
     missing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

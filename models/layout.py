@@ -1,4 +1,4 @@
-"""How a model is laid out across ranks: parallel sizes, layers per chunk, sequence positions.
+"""The layout of a model across ranks: parallel sizes, layers per chunk, sequence positions.
 
 Context parallelism splits a sequence into `2 * size` chunks, and rank r processes chunks r and `2 *
 size - 1 - r`. Later chunks cost more under a causal mask, so pairing an early chunk with a late one
@@ -55,7 +55,7 @@ class ChunkSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How weights are divided into units, and which share of the weights a rank holds.
+    """The division of weights into units, and the share of the weights that a rank holds.
 
     qkv_units       the part of a fused attention weight that forms one unit
     split_gate_up   whether gate and up are two units

@@ -60,8 +60,8 @@ class Section:
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
     """Yield `KEY RULE, got VALUE` for each invalid key of a section. If the rule already contains
-    `, got VALUE`, it is not added; if the rule gives a reason after a colon, the value precedes the
-    colon. `path` is the section's path in the config."""
+    `, got VALUE`, no value is added; if the rule gives a reason after a colon, the value is
+    inserted before the colon. `path` is the section's path in the config."""
     for key, wrong, rule in checks:
         if wrong:
             value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"

@@ -78,7 +78,7 @@ def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activ
             return activation
     block = "with" if gated else "without"
     raise ValueError(
-        f"activation must be one of {', '.join(ACTIVATIONS)} in compiled blocks and experts, "
+        f"compiled blocks and experts must use one of the activations {', '.join(ACTIVATIONS)}, "
         f"got {function.__name__} {block} a gate"
     )
 

@@ -36,9 +36,10 @@ ROWS: Final = 256
 """Number of queries per block when scores are computed without a fused kernel."""
 
 SMALL_KEYS: Final = 256 * 64
-"""Largest keys x head dimension for which CPUs compute bfloat16 attention in float32. With 128 keys
-of dimension 32, PyTorch's bfloat16 kernel takes 2.5 times as long as its float32 kernel, and with
-512 keys of dimension 128, 0.85 times (torch 2.13, one thread, AMD EPYC with AVX-512)."""
+"""Largest product of key count and head dimension for which CPUs compute bfloat16 attention in
+float32. With 128 keys of dimension 32, PyTorch's bfloat16 kernel takes 2.5 times as long as its
+float32 kernel, and with 512 keys of dimension 128, 0.85 times (torch 2.13, one thread, AMD EPYC
+with AVX-512)."""
 
 KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
 

@@ -150,7 +150,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile is missing to run on `device`, or None if nothing is missing."""
+    """Return a dependency that torch.compile lacks on `device`, or None if nothing is missing."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

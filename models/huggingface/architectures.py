@@ -73,8 +73,7 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each value in `expected`, from `rope_parameters`, that differs in
-    `rope`."""
+    """Yield a message for each key of `expected` (see `rope_parameters`) that differs in `rope`."""
     problem = rope_problem(rope)
     if problem is not None:
         yield problem

@@ -158,7 +158,7 @@ def max_positions(model: ModelConfig, length: int) -> int:
 
 
 def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return a message for each value in `expected`, from `model_settings`, that differs in
+    """Return a message for each key of `expected` (see `model_settings`) that differs in
     `settings`.
 
     `settings` is a config.json with transformers' defaults filled in.

@@ -69,7 +69,7 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
     norms = architecture(model).norms
 
     def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
-        """Yield norm `ours` of a layer, or nothing if the class does not have it."""
+        """Yield norm `ours` of a layer, or nothing if the class lacks this norm."""
         if ours in norms:
             hf_name = f"model.layers.{layer}.{norms[ours]}.weight"
             yield _gain(f"layers.{layer}.{ours}", hf_name, model.hidden)
