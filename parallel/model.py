@@ -66,7 +66,7 @@ class ParallelModel:
 
     @property
     def units(self) -> list[Unit]:
-        """Units of which this rank stores all or a part, by domain and then in forward order."""
+        """Units that this rank stores in whole or in part, by domain and then in forward order."""
         return [unit for part in self.domains for unit in part.units]
 
     def domain_of(self, unit: Unit) -> Domain:
@@ -74,7 +74,7 @@ class ParallelModel:
         return next(part.domain for part in self.domains if part.domain.name == unit.domain)
 
     def reports(self, unit: Unit) -> bool:
-        """Return whether this rank reports `unit`, of which it must hold a part."""
+        """Return whether this rank, which must hold a part of `unit`, reports it."""
         domain = self.domain_of(unit)
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy

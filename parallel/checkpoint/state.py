@@ -323,7 +323,7 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield the counters of all units of which this rank stores all or a part.
+    """Yield the counters of all units that this rank stores in whole or in part.
 
     A unit's counters are saved by the rank that holds its first element.
     """

@@ -1,5 +1,5 @@
 """Communication between ranks: process groups, collectives that count bytes sent, agreement between
 hosts, and CPU-only support for megatron-core.
 
-The package knows nothing about parameters or matrices. Read groups.py first.
+The package is independent of parameters and matrices. Read groups.py first.
 """

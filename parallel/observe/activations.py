@@ -237,8 +237,8 @@ def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
 
 
 def add_gram(inputs: Inputs, seen: Tensor) -> None:
-    """Add to `gram` the product of this rank's inputs `seen` `[..., inputs]` and all ranks'
-    inputs."""
+    """Add the product of this rank's inputs `seen` `[..., inputs]` and all ranks' inputs to
+    `gram`."""
     seen = seen.reshape(-1, seen.shape[-1])
     inputs.tokens += len(seen)
     for part in seen.split(CHUNK):

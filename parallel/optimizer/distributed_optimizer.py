@@ -197,8 +197,8 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def rescalings(self) -> dict[str, tuple[str, float]]:
-        """Map the name of each plain matrix in the model that its rule rescales to its radius to
-        the rule's name and the factor radius / norm of the current weights. Collective."""
+        """Return (rule name, radius / norm of the current weight) for each matrix that is rescaled
+        to a radius by its rule and is not a PC layer, keyed by the matrix's name. Collective."""
         self.model.wait_for_weights()
         found = {
             unit.name: (rule, factor)

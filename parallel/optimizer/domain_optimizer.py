@@ -161,8 +161,8 @@ class DomainOptimizer:
             group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
 
     def rescalings(self) -> Iterator[tuple[Unit, str, float]]:
-        """Yield (unit, rule name, factor) for each owned matrix that its rule rescales to its
-        radius, except for PC layers. `factor` is radius / norm. Collective over the stage."""
+        """Yield (unit, rule name, factor) for each owned matrix that is rescaled to a radius by its
+        rule and is not a PC layer. `factor` is radius / norm. Collective over the stage."""
         for group in self.step_groups:
             weights = gathered_weights(group.stacks, group.exchange, self.buffers)
             for stack in group.stacks:

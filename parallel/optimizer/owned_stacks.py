@@ -184,7 +184,8 @@ def owned_stacks(
 def gathered_weights(
     stacks: Sequence[OwnedStack], exchange: Exchange, buffers: Buffers
 ) -> StackMemory:
-    """Gather the weights of stacks from the master shards. Collective over the stage."""
+    """Gather the weights of stacks from the master shards. All ranks of the stage must call this
+    function."""
     master = buffers.master
     weights = StackMemory([stack.transfers for stack in stacks], master.dtype, master.device)
     exchange.gather(buffers.masters, weights.pieces, master)

@@ -169,7 +169,7 @@ def unit_work(
     name.
 
     Args:
-        units: units of each tensor-parallel rank in the stage, in rank order.
+        units: each tensor-parallel rank's list of units, in rank order.
         bucket_layout: the stage's layout, the same on every tensor-parallel rank.
         assign: rule and penalty of each unit; elementwise units without a penalty have no owner.
     """

@@ -21,7 +21,7 @@ from spectral.division import span_of
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
-"""How tensor-parallel matrices are updated. owner: one rank updates the whole matrix; shardwise:
+"""Update mode of tensor-parallel matrices. owner: one rank updates the whole matrix; shardwise:
 each rank updates its piece as a separate matrix, which gives different results."""
 
 
@@ -71,7 +71,7 @@ def plan_transfers(
     """Plan the transfer of every unit that has an owner.
 
     Args:
-        stage_units: units of each tensor-parallel rank in the stage, in rank order.
+        stage_units: each tensor-parallel rank's list of units, in rank order.
         bucket_layout: the stage's layout.
         owners: owner's rank within the stage, by unit name; units without an entry are omitted.
     """
@@ -110,7 +110,7 @@ def plan_transfers(
 def shardwise(
     stage_units: Sequence[Sequence[Unit]], matrix: Callable[[Unit], bool]
 ) -> list[list[Unit]]:
-    """Return the units, with each sharded matrix replaced by one unit for each of its pieces.
+    """Return the units, with each sharded matrix replaced by one unit per piece.
 
     Only units for which `matrix` returns True are replaced.
     """

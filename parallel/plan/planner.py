@@ -273,7 +273,7 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
 class DomainPlan:
     """A stage's dense units or experts, their buckets, and the work of their owners.
 
-    units   units of each tensor-parallel rank in the domain, in rank order
+    units   each tensor-parallel rank's list of units in the domain, in rank order
     works   work of the owned units, sorted by name
 
     Arrays have one entry per rank in the stage.

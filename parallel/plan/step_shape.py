@@ -162,9 +162,9 @@ class PlanInputs(Layout):
         """Yield `(name, inputs, units, repeats)` for a stage's dense units and, if any, its
         experts.
 
-        `units` are the units of each tensor-parallel rank. A domain is replicated or sharded across
-        `inputs.data * inputs.tensor` ranks. The stage consists of `repeats` such sets of ranks.
-        Rank r of the stage is in set `r // tensor % repeats`.
+        `units` holds each tensor-parallel rank's list of units. A domain is replicated or sharded
+        across `inputs.data * inputs.tensor` ranks. The stage consists of `repeats` such sets of
+        ranks. Rank r of the stage is in set `r // tensor % repeats`.
         """
         dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
         if dense[0]:

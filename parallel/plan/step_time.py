@@ -211,8 +211,7 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
 
 
 def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
-    """Return two numbers for a rank of a stage: its elements in dense parameters and in routed
-    experts."""
+    """Return the numbers of elements in a rank's dense parameters and in its routed experts."""
     model, inputs = shape.model, shape.inputs
     dense = experts = 0
     for layer, number in shape.kinds(stage).items():
@@ -273,7 +272,7 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
 def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
     """Return the step time, given each stage's optimizer load.
 
-    All stages wait for the one with the slowest optimizer step.
+    All stages wait for the stage with the slowest optimizer step.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     slowest = max(times, key=lambda stage: stage.total)

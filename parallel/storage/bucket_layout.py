@@ -293,7 +293,7 @@ def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
-    """Split each bucket into the names not in `some` and those in `some`, and drop empty
+    """Split each bucket into a bucket of names not in `some` and one of names in `some`; drop empty
     buckets."""
     split = (([n for n in b if n not in some], [n for n in b if n in some]) for b in buckets)
     return [names for both in split for names in both if names]

@@ -245,7 +245,7 @@ def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
 class DomainModel:
     """The dense parameters or the experts on one rank.
 
-    stage_units   units of each tensor-parallel rank in the domain's stage, in forward order
+    stage_units   each tensor-parallel rank's list of units in the stage, in forward order
     comm_volume   counts bytes sent
     gathers       all-gathers of new weights by bucket, possibly still in flight
     """
@@ -259,7 +259,7 @@ class DomainModel:
 
     @property
     def units(self) -> list[Unit]:
-        """Units of which this rank stores all or a part, in forward order."""
+        """Units that this rank stores in whole or in part, in forward order."""
         return self.stage_units[self.domain.tensor.rank]
 
     @torch.no_grad()
