@@ -3,9 +3,8 @@
     python pretrain.py --config configs/tiny_sso.yaml --ranks 2 [key=value ...]
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
-Exit codes: 0 if the run finished or was saved and stopped, but 130 if it was stopped by Ctrl-C; 1
-if the run failed; 2 for invalid input. A plan exits with 0 even if the model does not fit on the
-GPUs.
+Exit codes: 0 if the run finished, or stopped after saving a checkpoint; 130 if Ctrl-C stopped it; 1
+if it failed; 2 for invalid input. A plan exits with 0 even if the model does not fit on the GPUs.
 """
 
 import signal
@@ -252,9 +251,9 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
 
 
 def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield a warning for each override that a later override replaces and for each setting of an
-    unused rule in the config file or the overrides. In modes other than training, also yield a
-    warning for each other setting that has no effect."""
+    """Yield warnings about replaced overrides, and about settings of unused rules in the config
+    file or the overrides. In modes other than training, also yield warnings about other settings
+    that have no effect."""
     from training.config.effects import settings_of_unused_rules, without_effect
     from training.config.yaml_files import own_keys, replaced
 
@@ -267,7 +266,7 @@ def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
 
 
 def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield hints that say where a missing data set is expected and configured, and how to remove
+    """Yield hints on where a missing data set is expected and configured, and on how to remove
     it."""
     if error.key is None:
         return

@@ -40,7 +40,7 @@ class Decoder(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and its schedule, which decays linearly to a tenth."""
+        """Return the optimizer, and a schedule that decays learning rates linearly to a tenth."""
         split = split_parameters(self.model, elementwise=[self.model.head], lr=3e-3)
         optimizer = MuonSphere(split, lr=5e-3)
         factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 - 0.9 * s / self.steps)

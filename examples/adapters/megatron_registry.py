@@ -1,11 +1,11 @@
-"""Megatron-LM adapter: `--optimizer sso`, `muon_sphere` or `muon_plus_plus`.
+"""Megatron-LM adapter: adds `--optimizer sso`, `muon_sphere` and `muon_plus_plus`.
 
     from megatron_registry import register
 
     register()  # in pretrain_gpt.py, before `pretrain(...)`
 
 Requires megatron-core 0.19, whose optimizer registry it extends, and emerging-optimizers, without
-which Megatron ignores the registry. Each head of q, k and v, also of multi-latent attention, and
+which Megatron ignores the registry. Each head of q, k and v (in multi-latent attention too) and
 each half of a gated layer is a separate matrix. Embeddings, output heads and gains are stepped by
 Megatron's Adam. Pipeline and data parallelism work unchanged. Under tensor parallelism, each matrix
 is stepped as a whole on one rank. Routed experts, Mamba layers and gated delta networks are not

@@ -1,4 +1,4 @@
-"""torchtitan adapter: Muon, MuonSphere, SpectralSphere and Muon++ alongside torchtitan's own.
+"""torchtitan adapter: adds Muon, MuonSphere, SpectralSphere and Muon++.
 
     config.optimizer = SpectralOptimizers.Config(
         param_groups=spectral_groups("SpectralSphere", lr=5e-3, head_dim=64, adamw_lr=3e-4)
