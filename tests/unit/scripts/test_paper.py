@@ -506,7 +506,7 @@ def test_latencies_of_table_2_are_those_of_one_gpu() -> None:
     passes = train["seconds_per_step"] - train["phase_seconds"]["optimizer"]
     step = 1000 * passes * 2_621_440 / 8 / train["tokens_per_step"] + ms["muon"]
     said = str(ITEMS["sso", "table_2"].result)
-    assert f"step of 2.62M tokens, {step / 1000:.2f} s" in said
+    assert f"step of {step / 1000:.2f} s for 2.62M tokens" in said
     names = {"adamw": "AdamW", "muon_sphere": "MuonSphere", "spectral_sphere": "SSO"}
     for rule, name in names.items():
         assert f"{name} {100 * (ms[rule] - ms['muon']) / step:+.1f}%" in said
