@@ -66,8 +66,8 @@ def check_engine() -> str | None:
 
 
 def import_engine() -> None:
-    """Import megatron-core silently and in half the usual time. Call this before anything else
-    imports megatron-core.
+    """Import megatron-core without its warnings and in half the usual time. Call this before
+    anything else imports megatron-core.
 
     Three warnings are suppressed: about missing optional packages; about a missing CUDA toolkit,
     emitted by CUDA builds of PyTorch on machines without a GPU such as login nodes; and about the

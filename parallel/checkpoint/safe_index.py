@@ -112,7 +112,7 @@ def read_plain(folder: str | Path) -> dict[str, Any]:
         reason = first_line(error)
         raise UnsafeIndexError(f"{path} is not trusted: {reason}") from None
     if not isinstance(plain, dict) or not isinstance(plain.get("extra"), dict):
-        raise UnsafeIndexError(f"{path} must be a dict whose 'extra' entry is a dict")
+        raise UnsafeIndexError(f"{path} must contain a dict whose 'extra' entry is a dict")
     return plain
 
 
