@@ -74,15 +74,15 @@ Pairs = Iterable[tuple[Tensor, Tensor]]
 
 
 def copy_all_(pairs: Pairs) -> None:
-    """Copy the second tensor of each pair to the first tensor, in few kernel launches."""
+    """Copy the second tensor of each pair to the first tensor, using few kernel launches."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, sources = lists
         torch._foreach_copy_(targets, sources)
 
 
 def add_all_(pairs: Pairs) -> None:
-    """Add the second tensor of each pair to the first tensor, in few launches. Dtypes must
-    match."""
+    """Add the second tensor of each pair to the first tensor, using few kernel launches. Dtypes
+    must match."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, terms = lists
         torch._foreach_add_(targets, terms)

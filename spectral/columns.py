@@ -36,7 +36,7 @@ class Sums(NamedTuple):
 
 
 class Columns:
-    """Gives each column the index of its first element in a weight, and each sum a new number.
+    """Assigns each column the index of its first element in a weight, and each sum a new number.
 
     Columns that are used together are recorded in the `Use` of their weights.
     """
@@ -56,7 +56,7 @@ class Columns:
         return self.records[bisect_right(self.records, int(number), key=lambda r: r.start) - 1]
 
     def leaves(self, number: int) -> set[int]:
-        """Return the columns in a sum, or the column itself."""
+        """Return the columns in a sum; for a single column, return the column itself."""
         record = self.record(number)
         if isinstance(record, Use):
             return {number}
@@ -155,7 +155,7 @@ class Columns:
                 self.settle(torch.cat(rest)[None], kind, whole=False)
 
     def consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
-        """Record that an operation uses the columns of each vector along `axes` together."""
+        """Record that an operation jointly uses the columns of each vector along `axes`."""
         if columns is not None:
             last = {axis % columns.ndim for axis in axes}
             rest = [axis for axis in range(columns.ndim) if axis not in last]

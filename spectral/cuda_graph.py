@@ -54,7 +54,7 @@ class CapturedCall:
         return True
 
     def release(self) -> None:
-        """Free the graph. The next calls warm up and capture again.
+        """Free the graph. Subsequent calls warm up and capture again.
 
         Call this before destroying process groups whose collectives were captured.
         """

@@ -56,7 +56,7 @@ def is_known(*tensors: Tensor) -> bool:
 def unless_all(predicate: Tensor | None) -> Tensor | None:
     """Return `predicate`, or None if a check without a host sync shows that it is all True.
 
-    None lets callers skip passes over memory that would only restore old values.
+    If the result is None, callers can skip passes over memory that would only restore old values.
     """
     if predicate is None or not is_known(predicate):
         return predicate
@@ -64,7 +64,7 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 
 
 def surely_finite(tensors: list[Tensor]) -> bool:
-    """Return True if a check without a host sync shows all elements to be finite, else False.
+    """Return True if a check without a host sync shows that all elements are finite, else False.
 
     The check computes norms, which NaN and infinity make nonfinite. May return False for huge
     finite values, whose norm overflows. A norm takes half the time of `aminmax` and a twentieth of

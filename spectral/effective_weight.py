@@ -116,7 +116,7 @@ class Preconditioner:
             object.__setattr__(self, "level", tuple(self.level))
 
     def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float) -> Tensor:
-        """Compute PC(W) in the shape and dtype of `w`, once differentiable in `w` and `gamma`.
+        """Compute PC(W), with the shape and dtype of `w`; differentiable once in `w` and `gamma`.
 
         Raises ValueError for mismatched shapes. Differentiating twice raises RuntimeError.
         """
@@ -138,7 +138,7 @@ class Preconditioner:
         wide = _checked(w, u, v)
         if grad.shape != w.shape:
             raise ValueError(
-                f"grad must have the same shape as w, {list(w.shape)}, got {list(grad.shape)}"
+                f"grad must have the shape of w, which is {list(w.shape)}, got {list(grad.shape)}"
             )
         with torch.no_grad():
             dw, dgamma = self._backward(
@@ -283,7 +283,7 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
     """Reshape gamma to `[..., 1, 1]` (or `[]`) in the dtype of the polynomial."""
     gamma = torch.as_tensor(gamma, dtype=w.dtype, device=w.device)
     if gamma.ndim and gamma.shape != w.shape[:-2]:
-        raise ValueError(f"gamma must be 0-d or {list(w.shape[:-2])}, got {list(gamma.shape)}")
+        raise ValueError(f"gamma must be 0-d or have shape {[*w.shape[:-2]]}, got {[*gamma.shape]}")
     return gamma[..., None, None]
 
 

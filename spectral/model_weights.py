@@ -88,7 +88,7 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> "Layer | None":
-        """Wrap a module as a layer, or return None if it is not one."""
+        """Wrap a module in a `Layer`, or return None if the module is not a layer."""
         if isinstance(module, CONVOLUTIONS):
             return cls(module, module.in_channels, module.out_channels)
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):

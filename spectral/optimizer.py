@@ -1,4 +1,4 @@
-"""`torch.optim.Optimizer` on top of the update rules, for any `nn.Module`, sharded or not.
+"""A `torch.optim.Optimizer` built on the update rules, for any `nn.Module`, sharded or not.
 
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
@@ -465,7 +465,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         Hyper-parameters missing from states saved by earlier versions keep their values, or take
         the rule's defaults if the rule has changed. The momenta alone are enough: singular vectors
         and similar entries are recomputed, and means of squares start from zero. Entries of other
-        programs are loaded as they are.
+        programs are loaded unchanged.
 
         Raises:
             ValueError: if, on any rank, the state is nonfinite, lacks the entries of a parameter,
@@ -690,7 +690,9 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
     names = group.get("param_names", [""] * len(group["params"]))
     for parameter, name in zip(group["params"], names, strict=True):
         if not parameter.is_floating_point():
-            raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
+            raise ValueError(
+                f"parameters must be real floating-point tensors, got {parameter.dtype}"
+            )
         if parameter.element_size() < 2:
             raise ValueError(f"parameters must have at least 16 bits, got {parameter.dtype}")
         if rule.whole_matrix:

@@ -131,8 +131,8 @@ def split_parameters(
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
     AdamW updates embeddings, tables, tokens, output heads, expert routers, gains and biases; weight
-    decay is off for gains and biases. It also updates vectors: parameters with only one side longer
-    than 1, and matrices with a side of 1. A shared parameter appears once, and counts as an
+    decay is off for gains and biases. AdamW also updates vectors: parameters with only one side
+    longer than 1, and matrices with a side of 1. A shared parameter appears once, and counts as an
     embedding if an embedding shares it. The optimizer's rule updates everything else. A parameter
     that holds several heads, gates, groups or experts is divided into several matrices.
 

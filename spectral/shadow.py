@@ -148,7 +148,7 @@ class Shadows:
 
 
 def condensed(numbers: Tensor) -> Tensor:
-    """Reduce to length 1 each axis along which numbers do not change, except in padding."""
+    """Shorten each axis along which numbers do not change, except in padding, to length 1."""
     sizes = numbers.shape
     corners = [(size - 1) * prod(sizes[axis + 1 :]) for axis, size in enumerate(sizes)]
     first, *ends = numbers.flatten()[[0, *corners]].tolist() if numbers.numel() > 1 else [NONE]

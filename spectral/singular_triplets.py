@@ -81,7 +81,9 @@ def top_singular(
         raise ValueError(f"steps must be at least 1, got {steps}")
     if w.ndim != 3 or u.shape != w.shape[:2] or v.shape != (w.shape[0], w.shape[2]):
         shapes = tuple(map(tuple, (w.shape, u.shape, v.shape)))
-        raise ValueError(f"w, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
+        raise ValueError(
+            f"w, u, v must have shapes [b, rows, cols], [b, rows], [b, cols], got {shapes}"
+        )
     if w.shape[1] > w.shape[2]:
         sigma, v, u = top_singular(w.mT, v, u, steps=steps)
         return sigma, u, v
@@ -128,7 +130,7 @@ def top_pairs(
 
 
 def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
-    """Compute the `count` top left singular vectors `[matrices, count, rows]`.
+    """Compute the top `count` left singular vectors `[matrices, count, rows]`.
 
     Missing vectors, and all vectors of zero or nonfinite matrices, are zero.
     """

@@ -1,4 +1,4 @@
-"""Updates many units in batches that fit the workspace.
+"""Updates many units in batches that fit in the workspace.
 
 Every optimizer updates its units through `step_units`: the single-process library, its sharded
 matrices, the distributed optimizer and its PC layers. Each of them implements the interface

@@ -209,7 +209,9 @@ def default_evaluations(rows: int, dtype: torch.dtype, device: torch.device) -> 
 def _check(m: Tensor, u: Tensor, v: Tensor) -> None:
     if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
         shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
-        raise ValueError(f"m, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
+        raise ValueError(
+            f"m, u, v must have shapes [b, rows, cols], [b, rows], [b, cols], got {shapes}"
+        )
     if m.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"m must be float32 or float64, got {m.dtype}")
 

@@ -706,7 +706,9 @@ class Watch(TorchDispatchMode):
         weight = next((t for t in (right, left) if t in self.weights), None)
         if left in self.weights and self.facts(right).is_parameter:
             if weight is not right:
-                return self._hide([left], "a product with a weight that is frozen or given")
+                return self._hide(
+                    [left], "a product with a weight that is frozen or assigned explicitly"
+                )
             self._use(right).tables.add(self._use(left))
             self.facts(out).is_product = True
         layer = weight is not None or any(self.facts(t).is_parameter for t in (left, right))

@@ -82,7 +82,7 @@ class Use:
         return _changing(_places(numbers - self.start, self.shape, self.strides))
 
     def looks_up(self, numbers: Tensor, ordered: bool) -> bool:
-        """Return whether the elements are whole rows, unless they permute all rows.
+        """Return whether the elements are whole rows but not a reordering of all rows.
 
         `ordered` means that the rows keep their order, as all positions of a sequence do.
         """

@@ -126,7 +126,7 @@ def longest_processing_time(
 
 
 def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
-    """Return the number of elements that lie in the shards of their owners."""
+    """Return the number of elements that are stored in the shards of their owners."""
     return sum(elements.get(owner, 0) for owner, elements in zip(owners, holders, strict=True))
 
 

@@ -92,7 +92,7 @@ def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -
 
 
 def check_one_mesh(parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError unless all parameters are on the same device mesh, or none is on any."""
+    """Raise ValueError unless all parameters are on the same device mesh, or none is on a mesh."""
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     if len(meshes) > 1:
         raise ValueError(

@@ -359,7 +359,7 @@ def test_empty_batch_and_errors() -> None:
     for name in ("max_evaluations", "tolerance"):
         with pytest.raises(ValueError, match=f"{name} must be"):
             solve_multiplier(m, u, v, **{name: 0})
-    with pytest.raises(ValueError, match="m, u, v must be"):
+    with pytest.raises(ValueError, match="m, u, v must have"):
         solve_multiplier(m, v, u)
     with pytest.raises(ValueError, match="m must be float32 or float64"):
         solve_multiplier(m.bfloat16(), u, v)

@@ -244,7 +244,7 @@ def test_groups_may_be_added_and_mistakes_are_errors(kind: Kind) -> None:
     small = Parameter(torch.ones(3, 3).to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match="must have at least 16 bits, got torch.float8_e4m3fn"):
         kind([small])
-    with pytest.raises(ValueError, match="real floating point, got torch.complex64"):
+    with pytest.raises(ValueError, match="real floating-point tensors, got torch.complex64"):
         kind([Parameter(torch.ones(2, 2, dtype=torch.complex64))])
     with pytest.warns(UserWarning, match="duplicate parameters"):
         kind([first, first])

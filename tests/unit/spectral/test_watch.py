@@ -1164,7 +1164,7 @@ def attention_to_mixed_tokens(m: Any, x: Tensor) -> Any:
     return m.out(attention(q, m.mix(k.mT).mT, m.mix(v.mT).mT))
 
 
-GIVEN = "tokens: a product with a weight that is frozen or given hides"
+GIVEN = "tokens: a product with a weight that is frozen or assigned explicitly hides"
 
 
 @refused(GIVEN, "q 12 12, out 12 12, tokens 1x6x12", kv=FROZEN)
