@@ -148,7 +148,7 @@ class LatentConfig(Section):
 
 
 class RopeScalingConfig(Section):
-    """RoPE scaling for sequences longer than in the original training."""
+    """RoPE scaling for sequences longer than those in the original training."""
 
     kind: Literal["linear", "llama3", "yarn"]
     """linear: divide all frequencies by `factor`; llama3: divide low frequencies, as in Llama 3.1
@@ -174,7 +174,7 @@ class RopeScalingConfig(Section):
     """yarn: multiplier for rotated queries and keys; null = 0.1 ln(factor) + 1."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that the keys required by `kind` are set and that the keys it does not use are
+        """Check that the keys required by `kind` are set and that all keys not used by `kind` are
         null."""
         kinds: dict[str, tuple[str, ...]] = dict.fromkeys(LLAMA3_KEYS, ("llama3",))
         kinds["original_max_position_embeddings"] = "llama3", "yarn"

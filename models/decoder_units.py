@@ -151,7 +151,7 @@ def head_units(
     (group), all heads of a role (component), or the whole parameter (fused).
 
     Args:
-        prefix, parameter: prefix of the layer's names, and the parameter's name in its attention.
+        prefix, parameter: prefix of the layer's names, and the parameter's name within attention.
         roles: (role, heads per group, rows per head), in row order within a group.
         groups: number of KV heads; the parameter is sharded across ranks by group.
         width: number of columns.

@@ -52,7 +52,7 @@ def engine_version() -> str:
 
 
 def check_engine() -> str | None:
-    """Return a warning if the installed release is newer than the newest tested one, else None.
+    """Return a warning if the installed release is newer than any tested release, else None.
 
     Raises EngineError if the installed release is too old.
     """

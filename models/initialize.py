@@ -49,9 +49,9 @@ def initialize_(
     ("Controlled LLM Training on Spectral Sphere", section 4). Sharded units are drawn and rescaled
     as whole units, so the model does not depend on the tensor-parallel size.
 
-    `tensor` is this rank's index among the ranks that share a unit, and the number of such ranks.
-    `together(units, compute)` returns `compute(units)`, float64 `[units]`, and may split the work
-    across ranks that hold the same units.
+    `tensor` is a pair: this rank's index among the ranks that share a unit, and the number of such
+    ranks. `together(units, compute)` returns `compute(units)`, float64 `[units]`, and may split the
+    work across ranks that hold the same units.
     """
     some = next(iter(parameters.values()))
     with torch.no_grad():

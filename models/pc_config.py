@@ -1,4 +1,4 @@
-"""The pc section of a run config: which units are PC layers, and their polynomial.
+"""The pc section of a run config: the choice of PC layers and their polynomial.
 
 Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training" (arXiv
 2606.06470), section 5.

@@ -258,7 +258,7 @@ class FlashCoreAttention(CoreAttention):
 
 
 def whole(documents: Documents | None) -> DocumentRange | None:
-    """Return the only range of `documents` for context-parallel size 1, or None without
+    """Return the single range of `documents` for context-parallel size 1; None without
     documents."""
     return None if documents is None else documents.parts[0]
 

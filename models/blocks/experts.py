@@ -326,14 +326,14 @@ Move = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def spread(tokens: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """Return `[tokens * copies, hidden]`, whose row i is `tokens[order[i] // copies]`. `order` is a
-    permutation of the copies of all `tokens` `[tokens, hidden]`."""
+    """Return a tensor `[tokens * copies, hidden]` whose row i is `tokens[order[i] // copies]`.
+    `order` is a permutation of the copies of all `tokens` `[tokens, hidden]`."""
     rows: Tensor = _Moved.apply(tokens, order, copies, _spread, _collect)  # type: ignore[no-untyped-call]
     return rows
 
 
 def collect(rows: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """Return `[tokens, hidden]`, the sum of each token's copies: the adjoint of `spread`."""
+    """Return the sum of each token's copies, `[tokens, hidden]`. The adjoint of `spread`."""
     tokens: Tensor = _Moved.apply(rows, order, copies, _collect, _spread)  # type: ignore[no-untyped-call]
     return tokens
 
@@ -366,8 +366,8 @@ class _Moved(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts with grouped GEMMs, because the GEMMs of a single small expert would not
-    saturate a GPU.
+    """Megatron's experts, computed with grouped GEMMs because the GEMM of a single small expert
+    would not saturate a GPU.
 
     Parameters are the same as Megatron's: one matrix per expert and linear layer.
     """

@@ -105,7 +105,7 @@ class LatentAttention(torch.nn.Module):
     def heads(self, hidden_states: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values of this rank's heads for the whole sequence.
 
-        Queries and keys are `[s, b, heads, nope + rope]`, values `[s, b, heads, value]`.
+        Queries and keys are `[s, b, heads, nope + rope]`, and values are `[s, b, heads, value]`.
         """
         latent = self.latent
         nope, rope = latent.nope_head_dim, latent.rope_head_dim

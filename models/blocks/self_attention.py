@@ -1,4 +1,4 @@
-"""Self-attention around core attention, with a fused linear layer for queries, keys and values.
+"""Self-attention built on core attention, with a fused linear layer for queries, keys and values.
 
 Autograd would write three gradients and then copy them into one tensor for the linear layer's
 backward pass. Here a single function, which can be compiled, writes all three directly to one

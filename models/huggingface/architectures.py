@@ -42,7 +42,7 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def rope_problem(rope: Mapping[str, Any]) -> str | None:
-    """Return why the RoPE settings `rope` are not supported, or None if they are."""
+    """Return the reason why the RoPE settings `rope` are not supported, or None if they are."""
     kind = rope.get("rope_type", "default")
     if kind not in NEEDED:
         return f"rope_type must be {named(str(kind), NEEDED)}"
