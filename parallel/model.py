@@ -91,7 +91,7 @@ class ParallelModel:
             effective.refresh_(self._weight_of(effective), active)
 
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the in-graph PC layers' largest normalised singular values and their gammas.
+        """Return the largest normalised singular values and the gammas of in-graph PC layers.
 
         Both lists have one tensor `[units]` per layer (see `UnitWeight.guard_`). For each layer,
         only one of the ranks that hold it returns tensors. Collective: all ranks of a stage must

@@ -105,7 +105,7 @@ def _host_buffer(tensor: Tensor) -> Tensor:
 
 
 class StateWriter(FileSystemWriter):
-    """torch's checkpoint writer, but with an index of plain values only, which omits the path."""
+    """torch's checkpoint writer, with an index that holds only plain values and omits the path."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory

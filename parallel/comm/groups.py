@@ -95,9 +95,9 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
     """Return the chunks of pipeline rank `rank`, ordered by virtual stage.
 
     Layers are split into `pipeline * virtual_pipeline` pieces. Piece `v * pipeline + rank` is chunk
-    v of the rank. The embedding belongs to the first piece, the head to the last. The layout may
-    set the number of layers in the first or last piece. The remaining layers must be divisible by
-    the number of other pieces.
+    v of the rank. The embedding belongs to the first piece, and the head to the last. The layout
+    may set the number of layers in the first or last piece. The remaining layers must be divisible
+    by the number of other pieces.
     """
     pieces = layout.pipeline * layout.virtual_pipeline
     ends = ((0, layout.first_stage_layers), (pieces - 1, layout.last_stage_layers))

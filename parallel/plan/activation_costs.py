@@ -1,4 +1,4 @@
-"""A rank's memory by kind, its activation memory, and its activation traffic.
+"""The memory of a rank by kind, and its activation memory and activation traffic.
 
 Activation sizes are estimates.
 """
@@ -86,10 +86,10 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     with sequence parallelism). Second, q, k, v, the attention output, rotated q and k, a copy of
     normalised grouped queries, and keys and values from other context ranks. Third, the tensors of
     the gated block: gate, up, the activation, a copy of up, and the product of activation and up
-    (with torch.compile or a gradient kernel, only gate, up and the product). A shared gate adds the
-    output of the shared experts. All of a token's experts, and the copies of the token sent to
-    them, are counted on the token's own rank. Each tensor-parallel rank sends its share of the
-    tokens to experts.
+    (with torch.compile or a gradient kernel, only gate, up and the product). A shared gate adds one
+    tensor, the output of the shared experts. All of a token's experts, and the copies of the token
+    sent to them, are counted on the token's own rank. Each tensor-parallel rank sends its share of
+    the tokens to experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
     tensor = inputs.tensor
