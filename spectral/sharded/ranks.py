@@ -159,8 +159,8 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
     """Return each rank's part of a parameter's flat state, which has `numel` elements.
 
-    The state of a DTensor is sharded evenly; that of a plain parameter is stored whole on every
-    rank.
+    The state of a DTensor is sharded evenly; the state of a plain parameter is stored whole on
+    every rank.
     """
     if not isinstance(parameter, DTensor):
         return _copies((numel,), ranks.size)
