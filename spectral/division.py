@@ -107,7 +107,7 @@ class Division:
         return [*product(*axes)]
 
     def shapes(self, shape: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the shape of each matrix in a parameter of `shape`; raises like `boxes`."""
+        """Return the shape of each matrix in a parameter of `shape`. Raises as `boxes` does."""
         parts = (torch.empty(sizes_of(box), device="meta") for box in self.boxes(shape))
         return [tuple(self.matrix(part).shape) for part in parts]
 

@@ -49,7 +49,7 @@ class ForwardWords:
         """Return the words that follow a child's name in a module's forward pass.
 
         For a child of an `nn.Sequential`, stop where the next module with parameters uses one of
-        its own children.
+        that module's children.
         """
         if not isinstance(module, nn.Sequential):
             words = self.of(module)

@@ -117,8 +117,8 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
     """Raise TypeError for a name that is not a field of the rule, suggesting the closest field.
 
     Names in `FIXED` are accepted only with the values listed there. Since other programs store keys
-    in groups, `foreign` also accepts names in `HOSTS` and names that are not a misspelled field.
-    Options of the whole optimizer raise an error.
+    in groups, `foreign` also accepts names in `HOSTS` and names that do not look like a misspelled
+    field. Options that apply to the whole optimizer raise an error.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     similarity = 0.8 if foreign else 0.6  # "lrs" resembles "lr" by 0.8, "lr_scale" "scale" by 0.77

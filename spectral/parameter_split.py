@@ -1,8 +1,8 @@
 """Splits a model's parameters into groups: matrices for a spectral rule, everything else for AdamW.
 
 `split_parameters` determines each weight's rule and its division into matrices. Explicit arguments
-take precedence. Weights without explicit arguments are assigned by watching a forward pass on an
-example (`watch.py`) or, without an example, by names, classes and attributes in the model
+take precedence. Weights not covered by explicit arguments are assigned by watching a forward pass
+on an example (`watch.py`) or, without an example, by names, classes and attributes in the model
 (`known_weights.py`).
 """
 

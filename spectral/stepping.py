@@ -79,7 +79,7 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
     """Determine the units in each call to the rule.
 
     Elementwise rules update all units with the same dtype and device in one call. Whole-matrix
-    rules update as many units of the same shape as fit the workspace. On devices with kernels, a
+    rules update as many units of the same shape as fit in the workspace. On devices with kernels, a
     call also includes units of other shapes with the same shorter side, because such units share
     work.
     """

@@ -178,11 +178,11 @@ class Solver:
 def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> TangentSolution:
     """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
 
-    A converged matrix keeps its result while others continue. The direction is that of the best
-    evaluation, `residual` is its residual, and `converged` is False where the residual exceeds the
-    tolerance. In 16 bits, msign has rounding errors along Theta that no multiplier can reduce. If
-    these errors are at most `ROUNDING`, the search stops and subtracts them from the direction. If
-    no tangent direction exists (`M = c Theta`), the direction is zero and `converged` is False.
+    A converged matrix keeps its result while others continue. The direction and `residual` are
+    those of the best evaluation; `converged` is False where the residual exceeds the tolerance. In
+    16 bits, msign has rounding errors along Theta that no multiplier can reduce. If these errors
+    are at most `ROUNDING`, the search stops and subtracts them from the direction. If no tangent
+    direction exists (`M = c Theta`), the direction is zero and `converged` is False.
 
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, whose squares must be representable

@@ -187,7 +187,7 @@ def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 @constant_result
 def has_fast_doubles(device: torch.device) -> bool:
-    """Return whether float64 matmuls take at most about twice as long as float32 ones."""
+    """Return whether float64 matmuls take at most about twice as long as float32 matmuls."""
     if device.type == "cuda":
         return tuple(torch.cuda.get_device_capability(device)) in FAST_DOUBLES
     return device.type != "cpu"
@@ -487,7 +487,7 @@ def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:
 def tangent_cost(
     short: int, long: int, *, evaluations: float, msign: float, dtype: torch.dtype
 ) -> float:
-    """Return the FLOPs of a tangent solve: the model's, plus `evaluations` times `msign`.
+    """Return the FLOPs of a tangent solve: those of the model plus `evaluations` times `msign`.
 
     Building the model takes a Gram matrix, one factorisation per shift, and a projection onto the
     model's basis. `dtype` is the dtype of the matmuls in msign.

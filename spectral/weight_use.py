@@ -64,7 +64,7 @@ class Use:
 
     @property
     def beneath(self) -> frozenset["Use"]:
-        """The weights that the columns belong to: only this one."""
+        """The weights that the columns belong to: only this weight."""
         return frozenset([self])
 
     @property
@@ -109,7 +109,7 @@ class Use:
         """Return the weight's division and the reason for it.
 
         Args:
-            taken: the weights whose outputs another layer uses; it also contains None.
+            taken: None, and the weights whose outputs another layer uses.
 
         Raises:
             ValueError: if the pass does not use the weight, drops its outputs or hides how they are

@@ -61,7 +61,7 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch: kernel, arguments by name, number of programs, and Triton options."""
+    """A kernel launch: kernel, arguments by name, number of programs, and Triton options."""
 
     kernel: Any
     arguments: Mapping[str, Any]

@@ -97,7 +97,7 @@ class Registry(UserDict[str, type[Rule]]):
 
 @lru_cache(maxsize=1)
 def installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the rule entry points of packages on `path`, which is sys.path."""
+    """Return the rule entry points of the packages on `path`, i.e. sys.path."""
     return tuple(entry_points(group=ENTRY_POINTS))
 
 

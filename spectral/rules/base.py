@@ -191,7 +191,7 @@ def take_step(
 ) -> Report:
     """Update a stack in place with `rule`, and return its report. See `Stack` for the arguments.
 
-    Raises ValueError for a rate that is a tensor with dimensions.
+    Raises ValueError for a rate that is a tensor but not 0-d.
     """
     check_rate("lr", lr)
     check_rate("weight_decay", weight_decay)
@@ -201,7 +201,7 @@ def take_step(
 
 
 def check_rate(name: str, rate: Rate) -> None:
-    """Raise ValueError for a rate that is a tensor with dimensions."""
+    """Raise ValueError for a rate that is a tensor but not 0-d."""
     if isinstance(rate, Tensor) and rate.ndim:
         raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(rate.shape)}")
 

@@ -1,4 +1,4 @@
-"""Exchange that sends parts of matrices to their owners, and results back.
+"""An exchange that sends parts of matrices to their owners and sends the results back.
 
 Each matrix has one owner among the ranks in a group. One packed all-to-all sends the parts of many
 matrices to their owners, and another sends the results back. Matrices that are whole on their owner
