@@ -104,13 +104,16 @@ def test_a_run_that_has_not_validated_does_not_decide_what_orders_the_others() -
 
 
 def test_losses_are_incomparable_because_of_runs_that_have_validated() -> None:
-    for last, expected in ({}, []), ({"val/loss": 2.0}, ["train.sequence_length", "tokenizer"]):
-        runs = [run_of({"step": 1, "val/loss": 3.0}), run_of({"step": 1} | last, vocabulary=200)]
+    both = {"val/loss": 2.0, "val/bpb": 1.0}
+    for last, expected in ({}, []), (both, ["train.sequence_length", "tokenizer"]):
+        runs = [run_of({"step": 1} | both), run_of({"step": 1} | last, vocabulary=200)]
         configs = [
             {**run.config, "optimizer": {}, "train": {"sequence_length": length}}
             for run, length in zip(runs, (8, 16), strict=True)
         ]
         assert unlike_measurements(runs, configs, "val/loss") == expected
+        # Bits per byte do not depend on the tokenizer.
+        assert unlike_measurements(runs, configs, "val/bpb") == expected[:1]
 
 
 def test_every_card_of_a_run_is_its_figure() -> None:

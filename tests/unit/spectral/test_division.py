@@ -126,6 +126,7 @@ def test_shards_hold_parts_of_matrices(name: str) -> None:
         ({"stride": 3}, (4, 4), r"divide the 4 outputs .* at a stride of 3"),
         ({"stride": 2, "rows": [3]}, (8, 4), r"got \(3,\) at a stride of 2"),
         ({"groups": 3}, (4, 6), r"groups of units must divide axis 0 .* \(4, 6\), got 3"),
+        ({"stacked": True, "groups": 3}, (3, 4, 6), r"must divide axis 1 .* \(3, 4, 6\), got 3"),
         ({"groups": 2, "rows": [3]}, (8, 6), r"divide the 4 outputs"),
         ({"stacked": True}, (4, 4), "with at least 3 dimensions"),
         ({"columns": [3]}, (4, 4), "units has no key columns"),

@@ -309,12 +309,14 @@ def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
     for parameter, reference in zip(ours, exact, strict=True):
         torch.testing.assert_close(optimizer.state[parameter]["master"], reference.detach())
         assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
-    again, resumed, _ = run(torch.bfloat16, 2, halfway, master_weights=True)
-    for i, (parameter, other) in enumerate(zip(again, ours, strict=True)):
-        master = resumed.state[parameter]["master"]
-        assert torch.equal(master, optimizer.state[other]["master"])
-        assert not torch.equal(master, halfway[1]["state"][i]["master"])  # unchanged
-        assert torch.equal(parameter, other)
+    for masters in (True, False):  # saved masters are kept in either case
+        saved = copy.deepcopy(halfway)
+        again, resumed, _ = run(torch.bfloat16, 2, saved, master_weights=masters)
+        for i, (parameter, other) in enumerate(zip(again, ours, strict=True)):
+            master = resumed.state[parameter]["master"]
+            assert torch.equal(master, optimizer.state[other]["master"])
+            assert not torch.equal(master, saved[1]["state"][i]["master"])  # unchanged
+            assert torch.equal(parameter, other)
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])

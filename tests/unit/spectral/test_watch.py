@@ -28,11 +28,17 @@ from tests.modules import linear, module
 Pieces = Callable[[Tensor], Sequence[Tensor]]
 
 
+def undecayed(w: Tensor) -> Sequence[Tensor]:
+    """Stand for the division of a table or vector, which is no matrix and has no weight decay."""
+    raise AssertionError
+
+
 def pieces_of(division: str) -> Pieces | None:
     """Return the division that a string states: "/4" means matrices of 4 rows, "/6+2" of 6 and 2
-    rows in turn, "T/4" of 4 rows of the transpose, "=" one matrix, and "-" no matrix."""
-    if division in "=-":
-        return (lambda w: [w.flatten(1)]) if division == "=" else None
+    rows in turn, "T/4" of 4 rows of the transpose, "=" one matrix, "-" no matrix, and "." a table
+    or vector."""
+    if division in "=-.":
+        return {"=": lambda w: [w.flatten(1)], "-": None, ".": undecayed}[division]
     transpose, _, sizes = division.partition("/")
     pattern = [int(size) for size in sizes.split("+")]
 
@@ -64,7 +70,7 @@ def case(
 
     def add(forward: Callable[..., Any]) -> Callable[..., Any]:
         model, expected = module(layers, forward, **members), dict(other or {})
-        for weight, division in re.findall(r"([\w.]+)[^,]* ([=T/-][/\d+]*)(?:,|$)", layers):
+        for weight, division in re.findall(r"([\w.]+)[^,]* ([=T/.-][/\d+]*)(?:,|$)", layers):
             bare = isinstance(operator.attrgetter(weight)(model), Tensor)
             expected[weight if bare else f"{weight}.weight"] = pieces_of(division)
         assert len(expected) > layers.count(","), f"{layers}: a weight without a division"
@@ -302,7 +308,7 @@ def gates_of_heads(m: Any, x: Tensor) -> Any:
     return m.out(attention(q.transpose(1, 2), k, v) * gate.flatten(2).sigmoid())
 
 
-@case("q 12 12 /4, kv 12 12 /4, out 12 12 -, tokens 2x5x12 -")
+@case("q 12 12 /4, kv 12 12 /4, out 12 12 -, tokens 2x5x12 .")
 def a_product_with_a_table(m: Any, x: Tensor) -> Any:
     return m.out(attention(heads(m.q(m.tokens)), *[heads(m.kv(x))] * 2))
 
@@ -319,20 +325,20 @@ def attention_with_one_query(m: Any, x: Tensor) -> Any:
     return m.out((scores.softmax(1) * m.v(x)).sum(1))
 
 
-@case("inner 12 12 /4, out 12 12 -, source 3x1x4 -, target 3x1x4 -")
+@case("inner 12 12 /4, out 12 12 -, source 3x1x4 ., target 3x1x4 .")
 def attention_with_parameters_as_keys(m: Any, x: Tensor) -> Any:
     z = heads(m.inner(x))
     scores = (z * m.target).sum(-1)[..., None] + (z * m.source).sum(-1)[..., None, :]
     return m.out(joined((scores.softmax(-1)[..., None] * z[:, :, None]).sum(3)))
 
 
-@case("q 12 8 =, k 12 8 =, head 12 4 -, scale 8 -")
+@case("q 12 8 =, k 12 8 =, head 12 4 -, scale 8 .")
 def additive_attention(m: Any, x: Tensor) -> Any:
     scores = ((m.q(x)[:, :, None] + m.k(x)[:, None]).tanh() * m.scale).sum(-1)
     return m.head(scores.softmax(-1) @ x)
 
 
-@case("qkv 12 24 /4, out 8 12 -, positions 17x4 -")
+@case("qkv 12 24 /4, out 8 12 -, positions 17x4 .")
 def a_table_of_relative_positions(m: Any, x: Tensor) -> Any:
     (q, k, v), size = qkv(m, x), x.shape[1]
     places = F.pad(q @ m.positions.T, (0, 1)).flatten(-2)
@@ -341,7 +347,7 @@ def a_table_of_relative_positions(m: Any, x: Tensor) -> Any:
     return m.out(joined(scores.softmax(-1) @ v))
 
 
-@case("qkv 12 24 /4, out 8 12 -, keys 19x4 -, values 19x4 -")
+@case("qkv 12 24 /4, out 8 12 -, keys 19x4 ., values 19x4 .")
 def relative_positions_of_keys_and_values(m: Any, x: Tensor) -> Any:
     (q, k, v), places = qkv(m, x), torch.arange(x.shape[1])
     places = places[:, None] - places + 9
@@ -455,12 +461,12 @@ SPECTRAL = nn.utils.spectral_norm(linear(12, 20)).eval()
 
 
 @case("both.weight_orig /10, out 10 12 -", name="a spectral norm by a hook", both=SPECTRAL)
-@case(f"{NORMED}0 -, {NORMED}1 /10, out 10 12 -", both=weight_norm(linear(12, 20)))
+@case(f"{NORMED}0 ., {NORMED}1 /10, out 10 12 -", both=weight_norm(linear(12, 20)))
 def a_weight_that_is_normed(m: Any, x: Tensor) -> Any:
     return m.out(F.glu(m.both(x)))
 
 
-@case("both 12 20 /10, out 10 12 -, step 1 -")
+@case("both 12 20 /10, out 10 12 -, step 1 .")
 def a_weight_and_an_input_in_steps(m: Any, x: Tensor) -> Any:
     return m.out(F.glu(F.linear(x * m.step, m.both.weight / m.step)))
 
@@ -523,22 +529,22 @@ def a_sum_of_branches(m: Any, x: Tensor) -> Any:
     return m.out(m.parts(x).unflatten(-1, (2, 6)).sum(-2).relu())
 
 
-@case("parts 12 24 =, out 6 4 -, gain 1 -")
+@case("parts 12 24 =, out 6 4 -, gain 1 .")
 def a_sum_of_branches_with_a_gain(m: Any, x: Tensor) -> Any:
     return m.out((m.parts(x).unflatten(-1, (4, 6)) * m.gain).sum(-2))
 
 
-@case("inner 12 8 =, head 8 3 -, gain 1 -")
+@case("inner 12 8 =, head 8 3 -, gain 1 .")
 def a_head_whose_outputs_are_scaled_and_added(m: Any, x: Tensor) -> Any:
     return (m.head(m.inner(x).relu()) * m.gain).sum(-1)
 
 
-@case("tokens 1 24 -, inner 6 6 =, out 6 4 -", torch.randn(1, 1))
+@case("tokens 1 24 ., inner 6 6 =, out 6 4 -", torch.randn(1, 1))
 def tokens_of_one_number(m: Any, x: Tensor) -> Any:
     return m.out(m.inner(m.tokens(x).view(4, 6)).relu())
 
 
-@case("stem 12 12 =, a 12 12 =, b 12 12 =, out 12 2 -, scales -", scales=nn.Conv1d(2, 1, 1))
+@case("stem 12 12 =, a 12 12 =, b 12 12 =, out 12 2 -, scales .", scales=nn.Conv1d(2, 1, 1))
 def a_sum_over_branches_by_a_layer(m: Any, x: Tensor) -> Any:
     """Compute CoAT's class tokens: a layer that sums over branches channel by channel."""
     scales = torch.stack([(m.stem(x) + layer(x))[:, 0] for layer in (m.a, m.b)], 1)
@@ -585,7 +591,7 @@ def a_tied_head(m: Any, i: Tensor) -> Any:
     return F.linear(m.inner(m.table(i)), m.table.weight)
 
 
-TABLES = "tokens 1x4x12 -, positions 20x12 -, bias 5x3 -"
+TABLES = "tokens 1x4x12 ., positions 20x12 ., bias 5x3 ."
 
 
 @case(f"first 12 12 =, second 12 12 =, head 12 2 -, {TABLES}")
@@ -597,7 +603,7 @@ def tables(m: Any, x: Tensor) -> Any:
 POSITIONS = {"positions": torch.arange(9), "a batch of positions": torch.arange(9)[None]}
 for name, places in POSITIONS.items():
 
-    @case("inner 12 6 =, table 9x6 -, out 9 4 -", name=f"all {name}")
+    @case("inner 12 6 =, table 9x6 ., out 9 4 -", name=f"all {name}")
     def a_product_with_all_positions(m: Any, x: Tensor, places: Tensor = places) -> Any:
         return m.out(m.inner(x) @ m.table[places].mT)
 
@@ -687,7 +693,7 @@ def inputs_gates_and_steps_of_a_recurrence(m: Any, x: Tensor) -> Any:
     return m.out(torch.stack(outputs, 1) * F.silu(z[:, :4]))
 
 
-@case("inner 12 12 =, out 12 4 -, b 12x3 -, c 12x3 -, decay 12x3 -")
+@case("inner 12 12 =, out 12 4 -, b 12x3 ., c 12x3 ., decay 12x3 .")
 def a_recurrence_of_channels(m: Any, x: Tensor) -> Any:
     """Compute a recurrence for each channel, as S4D does."""
     state, outputs = torch.zeros(len(x), 12, 3), []
@@ -778,7 +784,7 @@ TURNED = {"first": nn.ConvTranspose2d(8, 6, 2, 2), "second": nn.ConvTranspose2d(
 OTHER = {"first.weight": transposed(1), "second.weight": transposed(3)}
 
 
-@case("first =, second -, out -", image, **DEPTHWISE, out=convolution(8, 4, 1))
+@case("first =, second ., out -", image, **DEPTHWISE, out=convolution(8, 4, 1))
 @case("out -", image, "transposed ones", OTHER, **TURNED, out=convolution(12, 4, 1))
 def a_depthwise_convolution(m: Any, x: Tensor) -> Any:
     return m.out(m.second(m.first(x)))
@@ -789,9 +795,11 @@ def test_a_step_equals_steps_on_the_matrices_apart(name: str) -> None:
     model, example, expected = CASES[name]
     split = split_parameters(model, example=example)
     units = {n: g.get("units") for g in split for n, _ in g["params"]}
+    decays = {n: "weight_decay" not in g for g in split for n, _ in g["params"]}
     for weight, pieces in expected.items():
-        assert (units[weight] is None) == (pieces is None), f"{weight}: {split}"
-        if pieces is not None:
+        assert (units[weight] is None) == (pieces in (None, undecayed)), f"{weight}: {split}"
+        assert decays[weight] == (pieces is not undecayed), f"{weight}: {split}"
+        if units[weight] is not None:
             _compare(model.get_parameter(weight).detach().double(), units[weight], pieces)
     assert all(row.reason for row in split.rows)
     # One sequence shows the same matrices; the view in place has fixed sizes.

@@ -1,6 +1,7 @@
 """Stacks of units of equal shape, rule and rates."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,8 @@ from tests.paths import ROOT
 from training.assignments import config_assignments, config_units
 from training.config import load_config
 
-RATED = [f"optimizer.roles.{role}.lr={rate}" for role, rate in (("q", 0.1), ("up", 0.2))]
+APART = [f"optimizer.roles.{role}.lr={rate}" for role, rate in (("q", 0.1), ("up", 0.2))]
+LATE = "pc.overrides.late={layers: [8, 15], level: 1}"
 
 
 def stacks(name: str, *overrides: str) -> list[OwnedStack]:
@@ -24,14 +26,22 @@ def stacks(name: str, *overrides: str) -> list[OwnedStack]:
     config = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assign = config_assignments(config)
     owned = [unit for unit in config_units(config) if assign(unit).has_owner]
-    return owned_stacks([UnitTransfer(unit.name, 0, (), (), unit, (0,)) for unit in owned], assign)
+    found = owned_stacks([UnitTransfer(unit.name, 0, (), (), unit, (0,)) for unit in owned], assign)
+    for stack in found:
+        assert all(replace(assign(u), penalty=None) == stack.assigned for u in stack.units)
+    return found
 
 
-@pytest.mark.parametrize("name", ["llama1b_muon_pc", "llama1b_sso"])
-def test_units_of_a_stack_have_the_rate_that_they_are_assigned(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "more", "maps"), [("llama1b_muon_pc", [LATE], 2), ("llama1b_sso", [], 0)]
+)
+def test_units_of_a_stack_are_assigned_the_same(name: str, more: list[str], maps: int) -> None:
+    """Units with other rates or another PC map have a stack of their own."""
     assert len(stacks(name)) <= 4
-    rates = {(role, each.assigned.lr) for each in stacks(name, *RATED) for role in roles(each)}
+    found = [(role, each.assigned) for each in stacks(name, *APART, *more) for role in roles(each)]
+    rates = {(role, assigned.lr) for role, assigned in found}
     assert {("q", 0.1), ("up", 0.2)} < rates and len(rates) == len(dict(rates))
+    assert len({assigned.pc for _, assigned in found} - {None}) == maps
 
 
 def roles(stack: OwnedStack) -> set[str]:
