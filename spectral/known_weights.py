@@ -18,7 +18,15 @@ from torch import nn
 
 from .division import Division
 from .forward_words import OPAQUE, ForwardWords, is_bare
-from .model_weights import CONVOLUTIONS, Layer, Layers, Weight, is_transposed, kind_of
+from .model_weights import (
+    CONVOLUTIONS,
+    Layer,
+    Layers,
+    Weight,
+    is_transposed,
+    kind_of,
+    listed,
+)
 from .weight_use import Seen
 
 HEADS = re.compile(
@@ -93,6 +101,10 @@ WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 """Names that adapters insert between layer and parameter names."""
 
 
+class Unclear(ValueError):
+    """The division of a weight is unclear. The message continues the weight's name."""
+
+
 class KnownWeights:
     """Uses names, classes and attributes to infer how a model's weights divide into matrices."""
 
@@ -108,20 +120,23 @@ class KnownWeights:
 
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
         """Return each weight's division into matrices. Raise ValueError if any is unclear."""
-        answers = {weight.name: self.answer(weight) for weight in weights}
-        for module in self.headed:
-            sizes = {x.inputs for x in self.layers.within(module)} or {0}
-            for weight in weights:
-                division, reason, _ = answers[weight.name]
-                outputs = weight.parameter.shape[int(division.transposed)] if division else None
-                inside = any(inner is module for _, inner in weight.path)
-                if reason.startswith("one matrix") and not inside and sizes & {0, outputs}:
-                    why = f"{kind_of(module)} may divide its inputs into heads"
-                    raise _unclear(weight, f" looks like several matrices in one: {why}")
+        answers, unclear = dict[str, Seen](), dict[str, str]()
+        for weight in weights:
+            try:
+                answers[weight.name] = self.answer(weight)
+            except Unclear as error:
+                unclear[weight.name] = str(error)
+        if unclear:
+            shown = listed(unclear)
+            raise ValueError(
+                f"{shown}\npass split_parameters example=(arguments of a forward pass), "
+                f"units={{{next(iter(unclear))!r}: {{'rows': [n]}}}} with the row "
+                "count of each matrix ({} for a single matrix), or elementwise=[...] for AdamW"
+            )
         return answers
 
     def answer(self, weight: Weight) -> Seen:
-        """Return a weight's division into matrices. Raise ValueError if it is unclear."""
+        """Return a weight's division into matrices. Raise Unclear if it is unclear."""
         parameter, module = weight.parameter, weight.module
         norm = NORMS.search(kind_of(module)) or isinstance(module, nn.LayerNorm)
         if GAINS.search(weight.own) or (weight.is_layer and norm):
@@ -139,12 +154,18 @@ class KnownWeights:
                 return Seen(None, reason)
         if all(min(shape) == 1 for shape in division.shapes(parameter.shape)):
             return Seen(None, f"{reason}, each with a side of 1", decays=False)
+        outputs = parameter.shape[int(division.transposed)]
+        for headed in self.headed if reason.startswith("one matrix") else ():
+            sizes = {x.inputs for x in self.layers.within(headed)} or {0}
+            if sizes & {0, outputs} and all(inner is not headed for _, inner in weight.path):
+                why = f"{kind_of(headed)} may divide its inputs into heads"
+                raise Unclear(f" looks like several matrices in one: {why}")
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
         """Return a weight's division and the evidence for it.
 
-        Must not be called for gains, heads, routers or tables. Raises ValueError if the division is
+        Must not be called for gains, heads, routers or tables. Raises Unclear if the division is
         unclear.
         """
         module, shape = weight.module, weight.parameter.shape
@@ -153,7 +174,7 @@ class KnownWeights:
             if module.groups > 1:
                 outputs = module.out_channels // module.groups
                 if outputs > 1 and projection_of(weight.own_name):
-                    raise _unclear(weight, ": its groups may contain several heads")
+                    raise Unclear(": its groups may contain several heads")
                 division = Division(rows=(outputs,))
                 if transposed:
                     division = Division(transposed=True, groups=module.groups)
@@ -196,10 +217,10 @@ class KnownWeights:
             elif _is_attention(around) and not ATTENTION.search(name):
                 problem = ": its attention module also projects heads"
         if problem:
-            raise _unclear(weight, f" looks like several matrices in one{problem}")
+            raise Unclear(f" looks like several matrices in one{problem}")
         if not weight.is_layer:
             why = "its outputs may be rows or columns"
-            raise _unclear(weight, f" is not a layer's weight, so {why}")
+            raise Unclear(f" is not a layer's weight, so {why}")
         return (outputs,), "one matrix"
 
     def _names(self, weight: Weight) -> Iterator[tuple[str, nn.Module]]:
@@ -226,7 +247,7 @@ class KnownWeights:
         """Return whether a layer is an output layer, and why.
 
         The layer's name must suggest a single matrix. The evidence is the layer's name or the input
-        sizes of other layers. Raises ValueError if no nearby layer uses all of the layer's outputs.
+        sizes of other layers. Raises Unclear if no nearby layer uses all of the layer's outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
         inputs = weight.parameter.numel() // outputs
@@ -238,7 +259,7 @@ class KnownWeights:
         if not inside and (found := self._outside(weight, layer)) is not None:
             return found
         if why := self._contained(weight, layer):
-            raise _unclear(weight, f" looks like several matrices in one: {why}")
+            raise Unclear(f" looks like several matrices in one: {why}")
         for _, scope in scopes:
             later = self.layers.after(inner, scope)
             if any(x.inputs == outputs for x in self.layers.before(inner, scope) + later):
@@ -248,13 +269,13 @@ class KnownWeights:
         if scopes and outputs == _first(scopes[0][1], f"{HEAD_COUNTS} num_v_heads"):
             return False, "one output per head of attention"
         why = f"no layer uses its {outputs} outputs"
-        raise _unclear(weight, f" looks like several matrices, or an output head: {why}")
+        raise Unclear(f" looks like several matrices, or an output head: {why}")
 
     def _outside(self, weight: Weight, layer: Layer) -> tuple[bool, str] | None:
         """Return whether a layer outside repeated blocks is an output layer, and why.
 
-        Returns None if the answer depends on other layers in the enclosing modules. Raises
-        ValueError if the answer is unclear.
+        Returns None if the answer depends on other layers in the enclosing modules. Raises Unclear
+        if the answer is unclear.
         """
         later, again, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == layer.outputs}
@@ -263,15 +284,15 @@ class KnownWeights:
         if takers:
             if takers <= again:
                 why = "all layers that could use its outputs also run before it"
-                raise _unclear(weight, f" could be an output head or a single matrix: {why}")
+                raise Unclear(f" could be an output head or a single matrix: {why}")
             if takers & self.repeated and self._may_end(weight, layer, later, mixer):
                 why = "other blocks run after it"
-                raise _unclear(weight, f" could be an output head or a single matrix: {why}")
+                raise Unclear(f" could be an output head or a single matrix: {why}")
             return None
         reason = self._head(weight, layer, later)
         if reason.endswith(": a head") and mixer:
             why = f"{mixer} adds or multiplies activations after it"
-            raise _unclear(weight, f" could be an output head or a single matrix: {why}")
+            raise Unclear(f" could be an output head or a single matrix: {why}")
         if reason:
             return True, reason
         return None if later else (False, "one matrix, unless it is a head")
@@ -426,10 +447,10 @@ class KnownWeights:
         transposed: Any = getattr(module, "is_transposed", None)
         fused = is_fused(weight.own_name)
         if not (named and isinstance(transposed, bool) and len(shape) == 3):
-            raise _unclear(weight, f" has shape {shape}, whose matrix axes are unknown")
+            raise Unclear(f" has shape {shape}, whose matrix axes are unknown")
         rows = shape[1 + transposed]
         if fused and rows % 2:
-            raise _unclear(weight, f" must have an even number of rows, got {rows}")
+            raise Unclear(f" must have an even number of rows, got {rows}")
         division = Division(stacked=True, transposed=transposed)
         if not fused:
             return division, "experts"
@@ -557,12 +578,3 @@ def _is_table(weight: Weight) -> bool:
         return named and re.search("(?i)emb|lookup", kind_of(weight.module)) is not None
     alone = weight.parameter.ndim == 3 and weight.parameter.shape[0] == 1
     return (alone and "weight" not in weight.own) or TABLES.search(weight.own) is not None
-
-
-def _unclear(weight: Weight, why: str) -> ValueError:
-    """Return the error for a weight with an unclear division, including the remedies."""
-    return ValueError(
-        f"{weight.name}{why}; pass split_parameters example=(arguments of a forward pass), "
-        f"units={{{weight.name!r}: {{'rows': [n]}}}} with the row count of each matrix ({{}} "
-        "for a single matrix), or elementwise=[...] for AdamW"
-    )

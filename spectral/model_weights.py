@@ -1,6 +1,8 @@
 """Enumerates a model's trainable weights and their layers, in model order."""
 
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -44,6 +46,25 @@ class Weight(NamedTuple):
     def around(self) -> nn.Module:
         """The module that defines `own_name`."""
         return self.path[:2][-1][1] if self.is_layer else self.module
+
+
+def pattern_of(name: str) -> str:
+    """Return a pattern that matches a parameter's name in each of the repeated layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def listed(problems: Mapping[str, str], most: int = 10) -> str:
+    """Return lines with parameters' names and problems. Repeated layers share a line."""
+    groups = defaultdict[tuple[str, str], list[str]](list)
+    for name, problem in problems.items():
+        groups[pattern_of(name), problem].append(name)
+    shown = [*groups.items()][:most]
+    lines = [
+        (f"{len(names)} x {pattern}" if len(names) > 1 else names[0]) + problem
+        for (pattern, problem), names in shown
+    ]
+    left = len(problems) - sum(len(names) for _, names in shown)
+    return "\n".join([*lines, *[f"... and {left} more"] * (left > 0)])
 
 
 def kind_of(module: nn.Module) -> str:

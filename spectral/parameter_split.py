@@ -6,7 +6,6 @@ on an example (`watch.py`) or, without an example, by names, classes and attribu
 (`known_weights.py`).
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from torch import nn
 
 from .division import Division
 from .known_weights import EMBEDDINGS, HEADS, KnownWeights, is_fused
-from .model_weights import CONVOLUTIONS, Weight, is_embedding, weights_of
+from .model_weights import CONVOLUTIONS, Weight, is_embedding, pattern_of, weights_of
 from .watch import watch
 from .weight_use import Seen
 
@@ -108,7 +107,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
 
     def __str__(self) -> str:
         """Return a table in which repeated layers share a row, and a line for frozen parameters."""
-        counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
+        counts = Counter((pattern_of(row.name), *row[1:]) for row in self.rows)
         lines = []
         for (name, shape, rule, matrices, matrix, reason), count in counts.items():
             what = f"{matrices} of {'x'.join(map(str, matrix))}" if rule != "adamw" else ""

@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .columns import Columns, Sums
 from .local_part import is_dtensor
+from .model_weights import listed
 from .shadow import NONE, Shadows, condensed, is_strided, tensors_in
 from .undisturbed import copied, undisturbed
 from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
@@ -140,15 +141,15 @@ def watch(
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
     taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}
-    seen, problems = {}, [f"{name}: {problem}" for name, problem in watched.flat.items()]
+    seen, problems = {}, {name: f": {problem}" for name, problem in watched.flat.items()}
     for use in uses:
         try:
             seen[use.name] = use.verdict(taken)
         except ValueError as error:
-            problems.append(f"{use.name}: {error}")
+            problems[use.name] = f": {error}"
     if problems:
         raise ValueError(
-            "\n".join(problems)
+            listed(problems)
             + "\npass the divisions of these weights as units={name: {'rows': [n]}} ({} for one "
             "matrix), pass them or their modules as elementwise, or pass an example that uses them"
         )

@@ -639,6 +639,19 @@ def test_what_nothing_says_is_refused(name: str) -> None:
     assert [word for word in advice if word in str(error.value)] == advice
 
 
+def test_all_unclear_weights_are_in_one_error() -> None:
+    names = [f"w{i}" for i in range(12)]
+    bare = nn.ParameterDict({name: nn.Parameter(torch.ones(8, 8)) for name in names})
+    with pytest.raises(
+        ValueError, match="(?s)^2 x blocks.[*].qkv.weight looks.*bare.w0 is"
+    ) as error:
+        layers = nn.ModuleList(Block(qkv=linear(8, 24)) for _ in range(2))
+        split_parameters(module("Model:", blocks=layers, bare=bare))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 12 and lines[10] == "... and 3 more"
+    assert "example=" in lines[11] and "'blocks.0.qkv.weight'" in lines[11]
+
+
 def test_a_list_may_have_places_without_a_module() -> None:
     layers: Any = [nn.ModuleList([None, linear(8, 6), linear(6, 8)]) for _ in range(2)]
     found = rules(module(layers=nn.ModuleList(layers), out=linear(8, 3)))
@@ -1022,7 +1035,7 @@ def test_one_output_a_head_is_a_gate() -> None:
     ],
 )
 def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"no layer uses its.*example=.*elementwise"):
+    with pytest.raises(ValueError, match=r"(?s)no layer uses its.*example=.*elementwise"):
         split_parameters(model)
 
 
