@@ -97,6 +97,8 @@ HEADWISE |= {"softmax", "sum", "norm", "normalize"}
 """Functions that operate on heads if they are called after a function in `SHAPES`."""
 PRODUCTS = {"@", "matmul", "mm", "bmm", "einsum", "cosine_similarity", "cdist"}
 """Operators and functions that multiply the outputs of two layers."""
+READS = {"dtype", "device", "shape", "size"}
+"""Attributes of a weight that do not reveal its use."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 """Names that adapters insert between layer and parameter names."""
 
@@ -255,6 +257,11 @@ class KnownWeights:
         (_, inner), *scopes = weight.path[_base(weight) :]
         if self.single:
             return False, "one matrix"
+        for (name, _), (_, module) in pairwise(weight.path):
+            words = self.words.of(module)
+            uses = zip(words, words[1:], [*words[2:], ""], strict=False)
+            if any(use[:2] == (f".{name}", "weight") and use[2] not in READS for use in uses):
+                raise Unclear(f": {kind_of(module)} also uses it outside its layer")
         inside = any(module in self.blocks for _, module in scopes)
         if not inside and (found := self._outside(weight, layer)) is not None:
             return found

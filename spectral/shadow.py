@@ -131,7 +131,8 @@ class Shadows:
         if prod(view.sizes) < size:  # only part of the storage: keep all other numbers
             whole = numbers.new_full((size,), NONE)
             if storage in self.of:
-                whole.copy_(self.of[storage].read(tensor.as_strided((size,), (1,), 0)))
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                whole.copy_(self.of[storage].read(real.as_strided((size,), (1,), 0)))
             whole.as_strided(view.sizes, view.strides, view.offset).copy_(numbers)
             numbers, view = whole, Layout(0, (size,), (1,))
         self.of[storage] = Shadow(view, numbers)

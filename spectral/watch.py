@@ -57,6 +57,8 @@ ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without multiplying them."""
 COPIES = ("clone", "_to_copy", "copy", "mul", "div")
 """Operations that copy or scale a weight if they have no second tensor operand."""
+VECTORS = ("_cdist_forward", "_euclidean_dist", "_trilinear")
+"""Operations that use the last axis of each operand as one vector."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "multinomial": 4}
 CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 1)
@@ -193,7 +195,8 @@ class Origin(IntEnum):
     POSITIONS = 0
     EXAMPLE = 1  # these are the example's values
     ACTIVATIONS = 2  # values computed from the example, or random values
-    PARAMETERS = 3
+    SCALARS = 3  # scalar parameters, or a layer's only output
+    PARAMETERS = 4
 
 
 @dataclass(eq=False)
@@ -259,7 +262,8 @@ class Watch(TorchDispatchMode):
             end = start + self.weights.number(weight, start)
             self.numbers.records.append(Use(name, tuple(weight.shape), weight.stride(), start, end))
         for p in parameters:
-            self.known[p.untyped_storage()] = Facts(Origin.PARAMETERS, is_parameter=True)
+            origin = Origin.SCALARS if p.numel() == 1 else Origin.PARAMETERS
+            self.known[p.untyped_storage()] = Facts(origin, is_parameter=True)
         for t in inputs:
             facts = self.facts(t)
             facts.is_active = True
@@ -288,7 +292,10 @@ class Watch(TorchDispatchMode):
             if self.facts(t).is_parameter and storage not in self.before:
                 self.before[storage] = storage.clone()
         result = func(*args, **kwargs)
-        if not (self.paused or func.is_view):  # views share the shadow of their storage
+        if torch._C._current_graph_task_id() != -1:  # autograd computes a gradient
+            for facts in map(self.facts, filter(is_strided, tensors_in(result))):
+                facts.origin, facts.is_active = Origin.PARAMETERS, True
+        elif not (self.paused or func.is_view):  # views share the shadow of their storage
             self._follow(func, args, kwargs, result)
         return result
 
@@ -303,7 +310,7 @@ class Watch(TorchDispatchMode):
         self._derive_facts(name, operands, results, bool(tracked), random)
         if name in PRODUCTS or name in COPIES:
             self._watch_vectors(name, operands, results)
-        if not weights and not tracked:
+        if not (weights or tracked or (name == "sum" and self.facts(operands[0]).factors)):
             return
         if in_place := bool(re.search("[^_]_$", name)):
             name = name[:-1]
@@ -326,16 +333,22 @@ class Watch(TorchDispatchMode):
         elif not _is_continuous(fresh[0]):
             if acts_on_each:
                 self._stay("where", tracked, fresh[0])
+            elif name == "sum":
+                self._reduce(name, args[0], args[1:], fresh[0])
             elif fresh[0].dtype != torch.bool and fresh[0].numel() > 1:
                 self._hide(operands, str(func))
         elif tracked and name.startswith("_fft_"):
-            self._transform(str(func), args[0], args[1], fresh[0])
+            self._transform(args[0], args[1], fresh[0])
         elif any(t.is_complex() for t in operands) and not acts_on_each:
             kind = "a product" if name in PRODUCTS else str(func)
             self._hide(operands, f"{kind} of complex numbers")
         elif name in PRODUCTS:
             first = PRODUCTS[name]
             self._multiply(args[first], args[first + 1], fresh[0])
+        elif name in VECTORS:
+            for operand in operands:
+                self.numbers.consume(self.columns.read(operand), [-1], INNER)
+            self._hide(weights if name == "_trilinear" else [], "a bilinear form")
         elif name == "convolution":
             self._convolve(fresh[0], *args)
         elif name.startswith("_scaled_dot_product") and fresh[0].ndim == 4:
@@ -347,7 +360,7 @@ class Watch(TorchDispatchMode):
         elif acts_on_each:
             for out in fresh:
                 self._stay(name, operands[name == "copy" :], out)
-        elif (tracked or NORMS.fullmatch(name) or line) and REDUCTIONS.fullmatch(name):
+        elif (not weights or NORMS.fullmatch(name) or line) and REDUCTIONS.fullmatch(name):
             self._reduce(name, args[0], args[1:] or [*kwargs.values()], fresh[0])
         elif tracked and CHANNELWISE.match(name):
             self._channelwise(str(func), args[0], fresh[0])
@@ -365,8 +378,10 @@ class Watch(TorchDispatchMode):
             if name in COMPARISONS or not compared:
                 self.numbers.consume(columns, range(columns.ndim), CHOICE)
         origin = max((facts.origin for facts in known), default=Origin.POSITIONS)
-        if name.rstrip("_") in WAVES and origin != Origin.PARAMETERS:
+        if name.rstrip("_") in WAVES and origin < Origin.SCALARS:
             origin = Origin.POSITIONS
+        if name in PRODUCTS and results[0].shape[-1:] == (1,) and any(f.vector for f in known):
+            origin = Origin.SCALARS
         active = tracked or any(facts.is_active for facts in known)
         for facts in map(self.facts, results):
             facts.origin = max(origin, Origin.ACTIVATIONS) if origin or random else facts.origin
@@ -416,6 +431,12 @@ class Watch(TorchDispatchMode):
         distinct, full, result = self._distinct(sides), whole or sides, self.facts(out)
         if name == "mul":
             self._choose_weights(sides)
+        nothing = out.new_empty(0)  # activations must not be kept alive
+        kept = [s if s.tensor in self.weights else s._replace(tensor=nothing) for s in sides]
+        if name == "mul" and len(sides) == 2:
+            result.factors = kept
+        elif name in COPIES and len(full) == 1:
+            result.factors = sides[0].facts.factors
         if not distinct:
             return self._copy_weight(sides, whole, out)
         self._multiply_weights(name, sides, result)
@@ -430,17 +451,12 @@ class Watch(TorchDispatchMode):
                 self._scale(side, other)
             distinct = self._distinct(full) or distinct
         elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
-            streams = all(_is_stream(side.facts.origin, name) for side in whole)
-            for use in self.numbers.beneath(distinct[0]) if streams else ():
+            streams = [_is_stream(s.facts.origin, name) for s in whole if s.columns is None]
+            for use in self.numbers.beneath(distinct[0]) if streams and all(streams) else ():
                 use.joined.add(None)
-        kept = [side._replace(tensor=side.tensor.new_empty(0)) for side in sides]
         result.terms = kept if name in ("add", "sub") and len(distinct) > 1 else ()
         if len(distinct) == 1:
             result.terms = next((s.facts.terms for s in full if s.facts.terms), ())
-        if name == "mul" and len(sides) == 2:
-            result.factors = kept
-        elif name in COPIES and len(full) == 1:
-            result.factors = sides[0].facts.factors
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
         self.columns.write(out, reduce(joined, distinct))
 
@@ -570,13 +586,14 @@ class Watch(TorchDispatchMode):
 
     def _reduce(self, name: str, source: Tensor, options: Any, out: Tensor) -> None:
         """Follow a reduction, which keeps columns that are constant along the reduced axes."""
-        columns = self.columns.read(source)
-        if columns is None:
-            return
         lists = [o for o in options if isinstance(o, (list, tuple))]
         given = lists[0] if lists else [o for o in options if type(o) is int][:1]
-        axes = {axis % columns.ndim for axis in given}
-        sums = name == "sum"
+        axes = {axis % source.ndim for axis in given}
+        columns = self.columns.read(source)
+        if (name == "sum" and self._contract(source, axes, out)) or columns is None:
+            return
+        branches = bool(axes) and all(self.numbers.adds_matrices(columns, axis) for axis in axes)
+        sums = name == "sum" or (name == "mean" and branches)
         sides = self.facts(source).factors
         if sides and name in ("sum", "mean"):
             viewed = len(sides[0].shape) != source.ndim
@@ -604,6 +621,24 @@ class Watch(TorchDispatchMode):
         else:
             for use in self.numbers.beneath(columns):
                 use.reduced = f", except in a {name.rpartition('_')[2]} of part of them"
+
+    def _contract(self, source: Tensor, axes: set[int], out: Tensor) -> bool:
+        """Follow a sum of products with a weight over `axes` if it computes a matmul."""
+        for side, other in permutations(self.facts(source).factors, 2):
+            pairs = [*enumerate(zip(side.shape, other.shape, strict=True))]
+            shared = {axis for axis, (n, m) in pairs if n > 1 < m}
+            kept = [axis for axis, (n, m) in pairs if n > 1 == m]
+            viewed = len(pairs) != source.ndim
+            if viewed or shared != axes or len(kept) != 1 or side.tensor not in self.weights:
+                continue
+            missing = source.ndim - side.tensor.ndim
+            summed, (axis,) = [a - missing for a in axes], kept
+            columns = self._outputs(side.tensor, summed, axis - missing)
+            self.numbers.consume(other.columns, axes, LAYER)
+            dropped = out.ndim < source.ndim and sum(a < axis for a in axes)
+            self._made(out, columns[None], axis - dropped)
+            return True
+        return False
 
     def _inner(self, sides: Sequence[Side], axes: set[int]) -> bool:
         """Follow a sum of an elementwise product over `axes` if it computes inner products.
@@ -690,14 +725,16 @@ class Watch(TorchDispatchMode):
         else:
             self._hide([source], operation)
 
-    def _transform(self, operation: str, source: Tensor, axes: list[int], out: Tensor) -> None:
-        """Follow a Fourier transform over tokens, which keeps the columns of each channel."""
+    def _transform(self, source: Tensor, axes: list[int], out: Tensor) -> None:
+        """Follow a Fourier transform, which keeps or adds the columns along each axis."""
         columns = self.columns.read(source)
         if columns is None:
             return
         columns = columns if source.is_complex() else columns[..., None]
-        if any(columns.shape[axis] > 1 for axis in (*(a % source.ndim for a in axes), -1)):
-            return self._hide([source], operation)
+        added = [axis for axis in (*(a % source.ndim for a in axes), -1) if columns.shape[axis] > 1]
+        if added:
+            self.numbers.consume(columns, added, PRODUCT)
+            columns = self._folded(columns, added)
         self.columns.write(out, columns if out.is_complex() else columns[..., 0])
 
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -623,6 +623,13 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
         module("A: proj_k 16x4", head_dim=4),
         "proj_k looks like .*its name is proj_k",
     ),
+    "a layer whose transpose is a later layer": (
+        module(
+            "Tied: up 8 6, down 6 4",
+            lambda m, x: F.linear(m.down(m.up(x)), m.down.weight.t()) @ m.up.weight,
+        ),
+        "down.weight: Tied also uses it outside its layer",
+    ),
     "a mix of heads": (
         module("Attend:", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
         "pre.weight looks like .*it mixes the 4 heads",

@@ -161,6 +161,11 @@ def scores_of_distances(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return -between.unflatten(-1, (2, 2)).sum((-2, -1)).softmax(-1) @ v
 
 
+@attends
+def attention_by_distances(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (-torch.cdist(q, k)).softmax(-1) @ v
+
+
 LOOPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a loop over heads and queries": lambda q, k: q @ k.mT,
     "a loop over heads and queries, by distances": lambda q, k: (
@@ -539,6 +544,36 @@ def a_head_whose_outputs_are_scaled_and_added(m: Any, x: Tensor) -> Any:
     return (m.head(m.inner(x).relu()) * m.gain).sum(-1)
 
 
+@case("a 12 6 =, b 12 6 =, out 6 4 -")
+def a_mean_of_layers(m: Any, x: Tensor) -> Any:
+    return m.out(torch.stack([m.a(x), m.b(x)], -1).mean(-1))
+
+
+@case("weight 6x12 =, other 6x8 T/8, out 8 4 -")
+def matmuls_written_as_sums_of_products(m: Any, x: Tensor) -> Any:
+    y = (x[..., None, :] * m.weight).sum(-1)
+    return m.out((y[..., None] * m.other).sum(-2, keepdim=True)[..., 0, :])
+
+
+@case("layers 12x1x4 ., inner 12x4x4 T/4, out 4 2 -")
+def a_layer_for_each_number(m: Any, x: Tensor) -> Any:
+    y = (x.flatten(0, 1).T[..., None] @ m.layers).relu() @ m.inner
+    return m.out(y.relu().sum(0))
+
+
+@case("inner 12 4 =, out 4 12 -")
+def quantization_without_a_table(m: Any, x: Tensor) -> Any:
+    y = m.inner(x)
+    return m.out(y + (y.sign() - y).detach()), ((y > 0).int() * 2 ** torch.arange(4)).sum(-1)
+
+
+@case("inner 12 8 =, out 8 4 -")
+def a_gradient_of_the_outputs(m: Any, x: Tensor) -> Any:
+    with torch.enable_grad():
+        energy = m.out(m.inner(y := x.clone().requires_grad_()).tanh()).sum()
+        return energy, torch.autograd.grad(energy, y)[0]
+
+
 @case("tokens 1 24 ., inner 6 6 =, out 6 4 -", torch.randn(1, 1))
 def tokens_of_one_number(m: Any, x: Tensor) -> Any:
     return m.out(m.inner(m.tokens(x).view(4, 6)).relu())
@@ -718,6 +753,20 @@ GATES = "rnn.weight_ih_l0 /5, rnn.weight_hh_l0 /5"
 @case(f"{GATES}, rnn.weight_hr_l0 =, head 3 2 -", name="an LSTM", rnn=nn.LSTM(12, 5, proj_size=3))
 def a_recurrent_layer(m: Any, x: Tensor) -> Any:
     return m.head(m.rnn(x)[0])
+
+
+@case("inner 12 12 =, out 7 4 -")
+def a_fourier_transform_of_columns(m: Any, x: Tensor) -> Any:
+    return m.out(torch.fft.rfft(m.inner(x)).abs())
+
+
+@case("inner 12 12 =, out 12 4 -")
+def a_filter_of_low_frequencies(m: Any, x: Tensor) -> Any:
+    y = torch.fft.rfft(m.inner(x), dim=1)
+    low = torch.zeros_like(y)
+    for i in range(2):
+        low[:, i] = y[:, i] / (i + 1)
+    return m.out(torch.fft.irfft(low, 9, 1))
 
 
 def convolution(*sizes: int, groups: int = 1, bias: bool = True) -> nn.Conv2d:
@@ -1220,23 +1269,22 @@ def an_expert_without_tokens(m: Any, x: Tensor) -> Any:
     return m.out(x).index_add(0, torch.tensor([]).long(), m.expert(x[x[:, 0, 0] > 9]))
 
 
+PAIRED = nn.Bilinear(4, 4, 3)
+
+
+@refused(
+    "pairs.weight: a bilinear form hides .*outputs\npass", "a 12 4, b 12 4, out 3 4", pairs=PAIRED
+)
+def a_bilinear_layer(m: Any, x: Tensor) -> Any:
+    return m.out(m.pairs(m.a(x), m.b(x)))
+
+
 EDGES = torch.eye(x.shape[1]).to_sparse()
 
 
 @refused("first.weight: aten.* of sparse tensors hides", "first 12 8, out 8 4")
 def sparse_tensors(m: Any, x: Tensor) -> Any:
     return m.out(EDGES @ m.first(x[0]))
-
-
-@refused("inner.weight: aten._fft_r2c.default hides", "inner 12 12, out 7 4")
-def a_fourier_transform_of_columns(m: Any, x: Tensor) -> Any:
-    return m.out(torch.fft.rfft(m.inner(x)).abs())
-
-
-@refused("qkv.weight: aten.*dist.* hides", "qkv 12 36, out 12 12")
-def attention_by_distances(m: Any, x: Tensor) -> Any:
-    q, k, v = qkv(m, x)
-    return m.out(joined((-torch.cdist(q, k)).softmax(-1) @ v))
 
 
 INFERENCE = "the pass runs in inference mode, which hides matrix products: use torch.no_grad"
@@ -1298,7 +1346,7 @@ def an_index_of_the_outputs_of_a_layer(m: Any, x: Tensor) -> Any:
     return m.out(m.table[(m.gate(x)[..., 0].sigmoid() * 4).long()])
 
 
-@refused("gate.weight: aten.sum.* hides", "gate 12 3, out 8 4, table 4x8")
+@refused(INDEX, "gate 12 3, out 8 4, table 4x8")
 def counts_of_the_outputs_of_a_layer(m: Any, x: Tensor) -> Any:
     return m.out(m.table[(m.gate(x) > 0).sum(-1)])
 
@@ -1458,6 +1506,7 @@ ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ).mean(-1),
     "entropy": lambda y, x: F.binary_cross_entropy_with_logits(y, x.sigmoid()),
     "divergence": lambda y, x: F.kl_div(y.log_softmax(-1), x.softmax(-1), reduction="batchmean"),
+    "relative to their mean": lambda y, x: y - y.mean(-1, keepdim=True).expand_as(y),
     "added to a scaled input": lambda y, x: 0.6 * x + 0.8 * y,
     "averaged over tokens": lambda y, x: x.softmax(1).mT @ y,
     "a density": lambda y, x: ((x[..., :6] - y[..., :6]) / y[..., 6:].exp()).square(),
@@ -1487,6 +1536,15 @@ def test_a_stream_of_sums_ends_without_a_head() -> None:
     reasons = ["a layer uses all columns", "its outputs reach no further layer: a head"]
     assert [row.reason for row in split.rows] == reasons
     Muon(split, lr=0.1)
+    duel = module(
+        "inner 12 8, actions 8 4, value 8 1",
+        lambda m, x: m.actions(y := m.inner(x).relu()) + m.value(y).repeat(1, 1, 4),
+    )
+    assert [row.rule for row in split_parameters(duel, example=x).rows] == [
+        "spectral",
+        "adamw",
+        "adamw",
+    ]
     two = module("a 12 3, b 12 3", lambda m, x: (m.a(x) + m.b(x)) / 2)
     with pytest.raises(ValueError, match="Module has no parameter for the optimizer's rule"):
         split_parameters(two, example=x)

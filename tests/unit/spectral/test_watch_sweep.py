@@ -356,9 +356,14 @@ def compared_heads(
 def divisions(model: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the division of each weight (None for AdamW), and the reasons of refusals."""
     refused: dict[str, str] = {}
+    lines_of = mock.Mock(side_effect=lambda found: "\n".join(n + p for n, p in found.items()))
     for _ in range(1000):
         try:
-            split = split_parameters(model, units={n: {} for n in refused}, **options)
+            with (
+                mock.patch("spectral.known_weights.listed", lines_of),
+                mock.patch("spectral.watch.listed", lines_of),
+            ):
+                split = split_parameters(model, units={n: {} for n in refused}, **options)
             break
         except ValueError as error:
             lines = str(error).splitlines()
