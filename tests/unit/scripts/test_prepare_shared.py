@@ -418,15 +418,19 @@ def test_every_file_of_a_tokenizer_counts_in_the_fingerprint(inputs: Path, tmp_p
 
 
 def test_the_manifest_states_the_inputs_that_were_read(inputs: Path, tmp_path: Path) -> None:
-    """For a set with a token limit, only the inputs up to the limit are listed."""
-    options = [f"a={inputs}/web/[0-4].jsonl", f"--tokenizer={inputs}/tokenizer.json"]
-    options += ["--workers=1", "--validation", f"a={inputs}/one.jsonl", "--tokens", "2500"]
-    assert main([*options, "--output", str(tmp_path / "out")]) == 0
-    sets = read_manifest(tmp_path / "out").sets
+    """For a set with a token limit, only the inputs up to the limit are listed. The limit is
+    reached with the last token of the first input, or one token later."""
+    tokenizer = Tokenizer.from_file(str(inputs / "tokenizer.json"))
+    documents = tokenizer.encode_batch(rows(0, 40))
     order = [file_sha256(inputs / f"web/{i}.jsonl") for i in range(5)]
-    read = sets["a.train"].inputs
-    assert 1 <= len(read) < 5 and read == order[: len(read)]
-    assert sets["a.validation"].inputs == [file_sha256(inputs / "one.jsonl")]
+    for read in (1, 2):
+        limit = sum(len(each.ids) + 1 for each in documents) + read - 1
+        options = [f"a={inputs}/web/[0-4].jsonl", f"--tokenizer={inputs}/tokenizer.json"]
+        options += ["--workers=1", "--validation", f"a={inputs}/one.jsonl", f"--tokens={limit}"]
+        assert main([*options, "--overwrite", "--output", str(tmp_path / "out")]) == 0
+        sets = read_manifest(tmp_path / "out").sets
+        assert sets["a.train"].inputs == order[:read]
+        assert sets["a.validation"].inputs == [file_sha256(inputs / "one.jsonl")]
     (tmp_path / "out/manifest.json").rename(tmp_path / "old")
     content = json.loads((tmp_path / "old").read_text())
     for entry in content["sets"].values():

@@ -13,11 +13,14 @@ from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import json_lines
 from tests.token_files import write_token_set
 from training.config import Config
+from training.data.validation_data import ValidationData
 from training.monitor.matrix_figures import global_figures
 from training.run import train
 
 STEPS, LAST, CLIP, BATCH, LENGTH = 30, 20, 0.5, 8, 32
 """Steps of the schedule, of which the run takes the first `LAST`; and other settings."""
+SIZES = {"a": 2.0, "b": 3.0}
+"""Loss per bit per byte of each validation set."""
 Line = dict[str, Any]
 
 
@@ -56,7 +59,10 @@ CHECKED: dict[str, Callable[[Line, re.Match[str], Config], float]] = {
     ),
     r"penalty/on": lambda line, *_: float(line["step"] <= STEPS / 2),
     r"val/(\w+)/ppl": lambda line, name, _: math.exp(line[f"val/{name[1]}/loss"]),
-    r"val/loss": lambda line, *_: 0.75 * line["val/a/loss"] + 0.25 * line["val/b/loss"],
+    r"val/(\w+)/bpb": lambda line, name, _: line[f"val/{name[1]}/loss"] / SIZES[name[1]],
+    r"val/(loss|bpb)": lambda line, name, _: (
+        0.75 * line[f"val/a/{name[1]}"] + 0.25 * line[f"val/b/{name[1]}"]
+    ),
     r"moe/max_vio": lambda line, *_: line["moe/max_vio/1"],  # of the only layer with experts
 }
 """Values of metrics by name."""
@@ -94,7 +100,8 @@ def aggregates(monitored: Line) -> dict[str, float]:
     return found | {f"monitor/{name}/max": max(each) for name, each in inside.items()}
 
 
-def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
+def test_every_metric_is_what_its_name_says(folder: str, world, monkeypatch) -> None:
+    monkeypatch.setattr(ValidationData, "bits_per_byte", lambda data, loss: loss / SIZES[data.name])
     keys: dict[str, Any] = MIXTURE | {"model__moe__global_aux_loss": 0.01}
     for kind in ("train", "validation"):
         for name in ("a", "b"):
