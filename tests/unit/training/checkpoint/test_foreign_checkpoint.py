@@ -8,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from scripts.plots.effective_weights import plot_spectrum
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import tiny_config
 from tests.unit.training.checkpoint.test_checkpoint import forge, reseal
+from training.checkpoint import resume
 from training.checkpoint.checkpoints import (
     BrokenCheckpointError,
     problems,
@@ -89,6 +91,24 @@ def test_an_index_that_names_other_files_is_refused(name: str, checkpoint) -> No
             read_index(info.state)
         with pytest.raises(BrokenCheckpointError):
             StoredTensors(info.state)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_check_each_file_and_tensor_once(ranks: int, monkeypatch) -> None:
+    checked: list[int] = []
+
+    def nothing(info: object, share: slice) -> list[str]:
+        checked.extend(range(10)[share])
+        return []
+
+    monkeypatch.setattr(resume.checkpoints, "problems", nothing)
+    monkeypatch.setattr(resume.checkpoints, "not_finite", nothing)
+    monkeypatch.setattr(resume, "found_by_any", list)
+    for rank in range(ranks):
+        place = {"get_rank": lambda r=rank: r, "get_world_size": lambda: ranks}
+        monkeypatch.setattr(resume, "dist", SimpleNamespace(**place))
+        resume.check_content(None)
+    assert sorted(checked) == sorted(2 * [*range(10)])
 
 
 class ByName(pickle.Pickler):

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 from os import truncate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,9 +191,10 @@ def prepared(preparation: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(preparation, tmp_path / "prepared"))
 
 
-def opened(folder: Path, verify: str = "sample") -> TokenSet:
+def opened(folder: Path, verify: str = "sample", **options: Any) -> TokenSet:
     """The prepared set."""
-    return TokenSet("tokens", folder / "tokens.train", SEQUENCE, verify=verify)  # type: ignore[arg-type]
+    options["verify"] = verify
+    return TokenSet("tokens", folder / "tokens.train", SEQUENCE, **options)
 
 
 def test_zeros_of_the_right_size_are_refused(prepared: Path) -> None:
@@ -216,6 +218,9 @@ def test_a_flipped_bit_is_noticed_when_it_is_first_read(prepared, monkeypatch) -
         tokens.window(bad)
     with pytest.raises(DataError, match="corrupt"):
         opened(prepared, "full")
+    opened(prepared, "full", share=(0, 2))  # the other rank's blocks include the second
+    with pytest.raises(DataError, match="corrupt"):
+        opened(prepared, "full", share=(1, 2))
     assert len(opened(prepared, "none").window(bad)) == SEQUENCE + 1
 
 
