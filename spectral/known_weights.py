@@ -86,6 +86,8 @@ PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow
 """Functions that split a tensor, and the word for unreadable code, which may split one."""
 GATES = {"*", "mul"}
 """Operators and functions that multiply the two halves of a layer's outputs."""
+JOINS = GATES | {"cat", "concat", "concatenate", "stack", "hstack"}
+"""Operators and functions whose results may feed a layer of another size."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
 """Functions and index expressions that may divide a layer's outputs."""
 SHUFFLES = {"rearrange", "pixel_shuffle", "pixelshuffle"}
@@ -257,11 +259,6 @@ class KnownWeights:
         (_, inner), *scopes = weight.path[_base(weight) :]
         if self.single:
             return False, "one matrix"
-        for (name, _), (_, module) in pairwise(weight.path):
-            words = self.words.of(module)
-            uses = zip(words, words[1:], [*words[2:], ""], strict=False)
-            if any(use[:2] == (f".{name}", "weight") and use[2] not in READS for use in uses):
-                raise Unclear(f": {kind_of(module)} also uses it outside its layer")
         inside = any(module in self.blocks for _, module in scopes)
         if not inside and (found := self._outside(weight, layer)) is not None:
             return found
@@ -297,12 +294,21 @@ class KnownWeights:
                 raise Unclear(f" could be an output head or a single matrix: {why}")
             return None
         reason = self._head(weight, layer, later)
-        if reason.endswith(": a head") and mixer:
-            why = f"{mixer} adds or multiplies activations after it"
+        if reason.endswith(": a head") and (user := self._user(weight) or mixer):
+            why = f"{user} adds or multiplies activations after it, or uses its weight again"
             raise Unclear(f" could be an output head or a single matrix: {why}")
         if reason:
             return True, reason
         return None if later else (False, "one matrix, unless it is a head")
+
+    def _user(self, weight: Weight) -> str:
+        """Return the class of a module that uses the weight of a child directly, or ""."""
+        for (name, _), (_, module) in pairwise(weight.path):
+            words = self.words.of(module)
+            uses = zip(words, words[1:], [*words[2:], ""], strict=False)
+            if any(use[:2] == (f".{name}", "weight") and use[2] not in READS for use in uses):
+                return kind_of(module)
+        return ""
 
     def _may_end(self, weight: Weight, layer: Layer, later: list[Layer], mixer: str) -> bool:
         """Return whether a layer may be a head even though later blocks could use its outputs.
@@ -342,7 +348,10 @@ class KnownWeights:
             self.words.after(weight.around, weight.own_name)
         )
         alike = not (cut or used or parted) and outputs == self.layers.layers[-1].outputs
-        ends = (self.blocks and not cut and others) or not (later or used) or alike
+        steps = pairwise(weight.path)
+        joined = any(JOINS.intersection(self.words.after(m, name)) for (name, _), (_, m) in steps)
+        others &= bool(self.blocks) or not (joined or parted or used)
+        ends = (not cut and others) or not (later or used) or alike
         return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], set[nn.Module], str]:

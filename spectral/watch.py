@@ -70,11 +70,11 @@ ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
 MOVES = re.compile(
     r"cat|stack|(_unsafe_)?index(_select|_put|_copy|_add)?|gather|take|repeat|roll|flip|rot90"
     r"|im2col|constant_pad_nd|(reflection|replication)_pad\dd|(slice_|select_|masked_)?scatter"
-    r"|scatter_add|masked_select|(pixel|channel)_(un)?shuffle|tril|triu|diag_embed|unfold_copy"
+    r"|scatter_add|masked_select|diagonal_copy|(pixel|channel)_(un)?shuffle|tril|triu|diag_embed|unfold_copy"
 )
 STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
-    r"|_weight_norm_interface|native_dropout|leaky_relu|_prelu_kernel|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill|fake_quantize_per_.*"
+    r"|_weight_norm_interface|native_dropout|leaky_relu|_prelu_kernel|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill|fill|zero|fake_quantize_per_.*"
 )
 """Operations that act on each element, or scale it, but lack torch's pointwise tag."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")

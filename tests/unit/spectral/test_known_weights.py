@@ -628,7 +628,14 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             "Tied: up 8 6, down 6 4",
             lambda m, x: F.linear(m.down(m.up(x)), m.down.weight.t()) @ m.up.weight,
         ),
-        "down.weight: Tied also uses it outside its layer",
+        "down.weight could be an output head .*: Tied .*uses its weight again",
+    ),
+    "outputs that others join": (
+        module(
+            "first 12 8, side 8 5, other 8 3, end 8 2",
+            lambda m, x: m.end(torch.cat([m.side(y := m.first(x)), m.other(y)], -1)),
+        ),
+        "side.weight looks like .*no layer uses its 5 outputs",
     ),
     "a mix of heads": (
         module("Attend:", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
@@ -924,6 +931,10 @@ ENDINGS: dict[str, tuple[nn.Module, str]] = {
     "of an auxiliary loss, before layers": (
         module("stem 8 8, auxiliary 8 5", body=MLP(8, 8), end=linear(8, 5)),
         "auxiliary end",
+    ),
+    "of two tasks, without blocks": (
+        module("first 12 8, kind 8 5, box 8 4", lambda m, x: [m.kind(m.first(x)), m.box(x)]),
+        "kind box",
     ),
     "without layers in a list": (PERCEPTRON, "3"),
 }

@@ -1506,6 +1506,7 @@ ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ).mean(-1),
     "entropy": lambda y, x: F.binary_cross_entropy_with_logits(y, x.sigmoid()),
     "divergence": lambda y, x: F.kl_div(y.log_softmax(-1), x.softmax(-1), reduction="batchmean"),
+    "a correlation": lambda y, x: (y.flatten(0, 1).mT @ x.flatten(0, 1)).fill_diagonal_(0).diag(),
     "relative to their mean": lambda y, x: y - y.mean(-1, keepdim=True).expand_as(y),
     "added to a scaled input": lambda y, x: 0.6 * x + 0.8 * y,
     "averaged over tokens": lambda y, x: x.softmax(1).mT @ y,
