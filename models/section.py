@@ -59,14 +59,19 @@ class Section:
 
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
-    """Yield `KEY RULE, got VALUE` for each invalid key of a section. If the rule already contains
-    `, got VALUE`, no value is added; if the rule gives a reason after a colon, the value is
-    inserted before the colon. `path` is the section's path in the config."""
+    """Yield `KEY RULE, got VALUE` for each invalid key of a section, or `KEY = VALUE requires ...`
+    if the rule starts with `requires`. If the rule already contains `, got VALUE`, no value is
+    added; if the rule gives a reason after a colon, the value is inserted before the colon. `path`
+    is the section's path in the config."""
     for key, wrong, rule in checks:
         if wrong:
-            value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"
+            name = join(path, key)
+            value = "" if ", got " in rule else shown(attrgetter(key)(section))
+            if value and rule.startswith("requires"):
+                yield f"{name} = {value} {rule}"
+                continue
             head, colon, reason = rule.partition(": ")
-            yield f"{join(path, key)} {head}{value}{colon}{reason}"
+            yield f"{name} {head}{value and f', got {value}'}{colon}{reason}"
 
 
 def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:

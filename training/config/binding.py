@@ -1,7 +1,7 @@
 """Bind plain mappings to nested dataclasses with pydantic, reporting one line per problem.
 
 Values are not coerced: a string is not a number, a number is not a string, and a bool is not an
-integer. The only exception is an integer where a float is expected. A field's type may be bool,
+integer. The only exception is that integers are accepted as floats. A field's type may be bool,
 int, float, str, None, Literal, a union, list, tuple, dict[str, T] or a section.
 """
 
@@ -41,8 +41,8 @@ BOUNDS: Final = {
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Maps common names of rules to Spectrain's names, where these look too different to be
-suggested."""
+"""Maps common names of rules to Spectrain's names for them, which look too different to be found
+by `closest`."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
@@ -163,7 +163,7 @@ def _of_package(path: str, rule: object) -> str:
     from spectral.rules import RULES  # slow, because it imports torch
 
     reason = RULES.left_out.get(str(rule))
-    return f"; {reason or 'to use a rule of your own, install its package'}"
+    return f"; {reason or 'to use your own rule, install its package'}"
 
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
@@ -243,7 +243,8 @@ def one_section(kind: Any) -> tuple[Any, str]:
 
 
 def types_of(kind: Any) -> dict[str, Any]:
-    """Map the field names of a section or nullable section to annotations; {} for anything else."""
+    """Return the annotation of each field of a section, which may be nullable. Return {} for any
+    other type."""
     section = without_null(kind)
     if not is_dataclass(section):
         return {}

@@ -51,8 +51,8 @@ def run_checks(config: Config) -> Iterator[Check]:
     rule = "requires train.precision bf16"
     yield "model.attention_kernel", flash and train.precision != "bf16", rule
     rule = (
-        "must be auto or null with model.attention_backend transformer_engine: that backend uses "
-        "kernels of its own"
+        "must be auto or null with model.attention_backend transformer_engine: Transformer Engine "
+        "uses its own kernels"
     )
     yield "train.fused_backward", not sdpa and train.fused_backward == "triton", rule
     rule = (
@@ -88,8 +88,8 @@ def length_checks(config: Config) -> Iterator[Check]:
     warmup, schedule = config.schedule.warmup_steps, config.schedule
     total = schedule.length(config.train)
     end = f"train.steps = {steps}" if total == steps else f"the run's {total:g} full steps"
-    remedy = f"schedule.warmup_steps={steps // 10}, or train.exit_step={steps} and more train.steps"
-    rule = f"must be below {end}, got {warmup}; set {remedy}"
+    remedy = f"schedule.warmup_steps={steps // 10}, or set train.exit_step={steps}"
+    rule = f"must be below {end}, got {warmup}; set {remedy} and increase train.steps"
     yield "schedule.warmup_steps", warmup >= total, rule
     cooldown = schedule.cooldown_steps(total) if schedule.kind == "wsd" else 0
     rule = f"times {total:g} steps must leave room for schedule.warmup_steps = {warmup}"
@@ -97,7 +97,10 @@ def length_checks(config: Config) -> Iterator[Check]:
     validation = config.validation
     room = length - validation.prompt_tokens(length)
     long = validation.samples_interval and validation.samples_tokens > room
-    rule = f"must be at most {room}, the tokens left after the prompt in a sequence of {length}"
+    rule = (
+        f"must be at most {room}, the number of tokens left after the prompt in a sequence of "
+        f"{length} tokens"
+    )
     yield "validation.samples_tokens", long, rule
 
 
@@ -120,7 +123,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
     pc, model = config.pc, config.model
     if pc is None:
         return
-    rule = "must be null with pc: PC layers would change the loaded effective weights"
+    rule = "must be null with PC layers: they would change the loaded effective weights"
     yield "checkpoint.initialize_from", config.checkpoint.initialize_from is not None, rule
     options = [role for role in roles_of(config) if role not in NOT_LINEAR]
     yield from misnamed("pc.blocks", pc.blocks or [], options)
@@ -197,8 +200,8 @@ def _stages(config: Config) -> Check:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
     stages = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items())
     rule = (
-        f"must leave the other {others} stages with at least one layer each, and the same number "
-        f"for all of them, given {stages}"
+        f"must leave the same number of layers, at least one, for each of the remaining stages "
+        f"({others}), given {stages}"
     )
     return "model.layers", rest < others or rest % others, rule
 
@@ -224,7 +227,7 @@ def fits(config: Config, world_size: int, **train: int) -> bool:
 
 
 def holds(checks: Iterable[Check]) -> bool:
-    """Return whether no check fails."""
+    """Return whether all checks pass."""
     return not any(wrong for _, wrong, _ in checks)
 
 

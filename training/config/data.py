@@ -15,8 +15,8 @@ BEGINNINGS = ("after_steps", "after_share", "with_decay")
 
 
 class DataPhase(Section):
-    """A later phase of the run with different training set weights. A phase ends when the next one
-    starts."""
+    """A later phase of the run, with different weights for the training sets. A phase ends when the
+    next one starts."""
 
     after_steps: Count | None = None
     """Start the phase after this many steps; null = another key defines the start."""
@@ -103,7 +103,7 @@ class DataConfig(Section):
     """Validation sets by name; the name appears in metrics, as in `val/<name>/loss`. `NAME: null`
     removes a set inherited from the base config."""
     made_by: str | None = None
-    """Command that creates the sets, and what it costs; shown when a set's files are missing."""
+    """Command that creates the sets, and its cost; shown when a set's files are missing."""
 
     def checks(self) -> Iterator[Check]:
         """Check the tokenizer path and the sets' names and weights."""
@@ -119,7 +119,7 @@ class DataConfig(Section):
         later_sets = {name for phase in self.phases for name in phase.weights}
         for i, phase in enumerate(self.phases):
             for name in phase.weights.keys() - self.train.keys():
-                sets = named(name, self.train) if self.train else f"sets of train, got {name!r}"
+                sets = named(name, self.train) if self.train else f"sets in train, got {name!r}"
                 yield f"phases[{i}].weights", True, f"must name {sets}"
         where = " here or in a phase" if self.phases else ""
         for name, each in self.train.items():
@@ -133,8 +133,8 @@ class ValidationConfig(Section):
     """Validation during training."""
 
     interval: Whole = 0
-    """Run validation every this many steps; 0 = only after the last step, which is always
-    validated."""
+    """Run validation every this many steps and after the last step; 0 = only after the last step.
+    """
     samples: Count | None = None
     """Number of sequences to evaluate from each set; null = the whole set."""
     samples_interval: Whole = 0
@@ -160,8 +160,8 @@ class TasksConfig(Section):
     scripts/prepare_task.py creates these files. `NAME: null` removes a task inherited from the base
     config."""
     interval: Whole = 0
-    """Evaluate the tasks every this many steps; 0 = only after the last step, when they are always
-    evaluated."""
+    """Evaluate the tasks every this many steps and after the last step; 0 = only after the last
+    step."""
     examples: Count | None = None
     """Number of examples to score per task, taken from the start of its file; null = all."""
 

@@ -1,7 +1,7 @@
 """Find settings that have no effect because of other settings.
 
-Settings without effect are often inherited from a base config, so a run lists them at startup
-instead of raising an error. Settings of a feature disabled by an interval of 0 are not listed.
+Such settings are often inherited from a base config, so a run lists them at startup instead of
+raising an error. Settings of a feature disabled by an interval of 0 are not listed.
 Contradictory settings within a section are rejected instead (`models.section.ignored`).
 """
 
@@ -60,13 +60,15 @@ def _never(config: Config) -> Iterator[str]:
     for key, first in firsts.items():
         if first is not None and first > train.steps:
             value = attrgetter(key)(config)
-            multiple = "" if value == first else f" (first at {first}, with checkpoint.interval)"
+            multiple = (
+                "" if value == first else f" (first at step {first}, with checkpoint.interval)"
+            )
             yield f"{key} = {value}{multiple} has no effect in a run of {train.steps} steps"
     spikes, limit = config.spikes, config.parallel.timeout_seconds / 2
     if spikes.deviations is not None and spikes.window >= train.steps:
         yield (
             f"spikes.deviations = {spikes.deviations} has no effect in a run of {train.steps} "
-            f"steps, because the first spikes.window = {spikes.window} losses are never spikes"
+            f"steps, because the first spikes.window = {spikes.window} losses never count as spikes"
         )
     hang = config.watchdog.hang_seconds
     if hang is not None and hang > limit and hang != type(config.watchdog).hang_seconds:

@@ -16,8 +16,8 @@ from training.config.binding import InvalidConfigError
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
 GROUPS: Final[tuple[Group, ...]] = get_args(Group)
-"""Subsections of `optimizer` that configure parameter groups. Metrics log each group's learning
-rate under its name."""
+"""Subsections of `optimizer` that configure parameter groups. Each group's learning rate is logged
+as a metric under the group's name."""
 
 ROUTERS: Final = ("router", "shared_router")
 """Roles of router matrices. The default rule for routers is AdamW, although SSO's published code
@@ -38,8 +38,7 @@ LARGEST_OF_RULES: Final = 1000
 
 
 def bounded(rule: Rule) -> Rule:
-    """Return `rule`. Raise ValueError if one of its settings is so large that a step would never
-    finish."""
+    """Return `rule`, or raise ValueError if a setting is so large that a step never finishes."""
     sizes = {key: abs(x) for key, x in vars(rule).items() if isinstance(x, int | float)}
     limit = f"must be at most {LARGEST_OF_RULES}"
     too_large = ((key, size > LARGEST_OF_RULES, limit) for key, size in sizes.items())
@@ -93,8 +92,8 @@ class RoleConfig(Section):
     weight_decay: AtLeast0 | None = None
     """Decoupled weight decay; null = the group's."""
     radius_scaler: Positive | None = None
-    """Multiplier for the radius of updates and initial weights; null = the radius_scaler of the
-    rule for updates, and that of model.init for initial weights."""
+    """Multiplier for the radius of updates and initial weights; null = the rule's radius_scaler for
+    updates, and model.init.radius_scaler for initial weights."""
 
 
 class DistributedConfig(Section):
@@ -156,8 +155,8 @@ class OptimizerConfig(Section):
     scalar: GroupConfig
     """Norm gains, biases, and the gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)
-    """Per-role overrides of the group settings; the model must have the role. The default rule for
-    router and shared_router is adamw."""
+    """Per-role overrides of the group settings; each role must exist in the model. The default rule
+    for router and shared_router is adamw."""
     rules: RulesConfig = RulesConfig()
     distributed: DistributedConfig = DistributedConfig()
 
@@ -221,7 +220,7 @@ class OptimizerConfig(Section):
 
 
 def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Drop from a saved config obsolete keys that never affected results."""
+    """Return a saved config without its obsolete keys, which never affected results."""
     match content:
         case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
             return {**content, "optimizer": {**sections, "distributed": others}}
@@ -229,7 +228,7 @@ def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Drop from a saved config the settings of rules that are neither used nor installed.
+    """Return a saved config without the settings of rules that are neither used nor installed.
 
     Raises MissingRuleError if a rule in use is not installed.
     """

@@ -25,7 +25,7 @@ from training.local_path import local_path
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
-"""Parts of a run's identity; see training/checkpoint/resume.py."""
+"""Kinds of settings that must not change when a run resumes; see training/checkpoint/resume.py."""
 
 
 class RunConfig(Section):
@@ -36,8 +36,8 @@ class RunConfig(Section):
     dir: str
     """Folder to which the run writes all of its output."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device to train on. cuda: one GPU per rank; cpu: no GPU; auto: one GPU per rank if the
-    machine has GPUs (an error if CUDA fails to initialize), else cpu."""
+    """Device to train on. cuda: one GPU per rank; cpu: no GPU; auto: cuda if the machine has GPUs,
+    else cpu. If CUDA fails to initialize on a machine with GPUs, auto raises an error."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, which slows down the attention backward pass. Operations
     without a deterministic kernel are listed in a warning."""
@@ -45,7 +45,10 @@ class RunConfig(Section):
     def checks(self) -> Iterator[Check]:
         """Check the run name, which is often part of `dir`, and the folder path."""
         bad = {"", ".", ".."}.intersection(part.strip() for part in self.name.split("/"))
-        rule = "must be names separated by /, not '.' or '..', without control characters"
+        rule = (
+            "must consist of names other than '.' and '..', separated by '/', without control "
+            "characters"
+        )
         yield "name", bad or "\n" in self.name or printable(self.name) != self.name, rule
         yield "dir", not self.dir, "must be a folder path"
         yield local_path("dir", self.dir)
@@ -92,7 +95,8 @@ class CheckpointConfig(Section):
 
 
 class StopConfig(Section):
-    """Early stopping: the run saves a checkpoint, from which the same command resumes."""
+    """Stopping before the SLURM time limit. The run saves a checkpoint, from which the same command
+    resumes."""
 
     slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
     """Save and stop this many seconds before the SLURM time limit; capped at half the time left
@@ -107,8 +111,8 @@ class WatchdogConfig(Section):
     at half of `parallel.timeout_seconds`. null disables stack dumps."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Check every this many steps that weights change only in the optimizer step and that all
-    replicas are identical; the run ends on a mismatch. Every step then reads all weights twice and
-    waits for the new weights. 0 disables the checks."""
+    replicas are identical; the run ends on a mismatch. If enabled, every step reads all weights
+    twice and waits for the new weights. 0 disables the checks."""
 
 
 class SpikeConfig(Section):
@@ -121,8 +125,8 @@ class SpikeConfig(Section):
     """Number of past losses used to compute the mean and standard deviation; the first `window`
     losses of a run never count as spikes."""
     rewinds: Whole = 0
-    """After too many skipped steps, rewind to the last checkpoint and skip the offending samples
-    instead of ending the run, at most this many times."""
+    """Maximum number of rewinds: after too many skipped steps, the run rewinds to the last
+    checkpoint and skips the offending samples instead of ending."""
 
 
 class GramPenaltyConfig(Section):
@@ -134,7 +138,7 @@ class GramPenaltyConfig(Section):
     """Coefficient of the summed penalties (lambda in the paper); null = the paper's choice: 1e-3 if
     model.hidden is below 1024 (as in the paper's 160M model), else 1e-4."""
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """The penalty is active during this initial fraction of the run, in (0, 1]."""
+    """Initial fraction of the run during which the penalty is active, in (0, 1]."""
     power: Annotated[Literal[1, 2], ExactInt] = 2
     """2: penalise the squared Frobenius norm of the off-diagonal part of the Gram matrix; 1:
     penalise the norm itself."""
@@ -193,7 +197,7 @@ class ParallelConfig(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks that hold one copy of the model."""
+        """Number of ranks that together hold one copy of the model."""
         return self.tensor * self.pipeline * self.context
 
     def checks(self) -> Iterator[Check]:
@@ -230,8 +234,8 @@ class ProfileConfig(Section):
     """Also record a GPU memory snapshot of the profiled steps, with stack traces."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the ranks."""
-        yield "ranks", len(set(self.ranks)) < len(self.ranks), "must name each rank once"
+        """Check that no rank is listed twice."""
+        yield "ranks", len(set(self.ranks)) < len(self.ranks), "must not contain duplicates"
 
 
 class LogConfig(Section):
@@ -249,9 +253,9 @@ class LogConfig(Section):
     Profiling does not affect results; if it fails, training continues."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the trackers."""
+        """Check that no tracker is listed twice."""
         names = self.trackers
-        yield "trackers", len(set(names)) < len(names), "must name each tracker once"
+        yield "trackers", len(set(names)) < len(names), "must not contain duplicates"
 
 
 MonitorGroup = Literal[
@@ -275,8 +279,8 @@ class MonitorsConfig(Section):
     `noise_samples` steps; spectra computes the singular values of momentum and updates, which is as
     expensive as computing those of the weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """Per-rank memory limit, in GiB, for the Gram matrices of activations; if they exceed it,
-    monitored steps take turns measuring a subset of the layers."""
+    """Per-rank memory limit, in GiB, for the Gram matrices of activations; if they exceed it, each
+    monitored step measures a different subset of the layers, in rotation."""
     inspection_gib: Positive = 4.0
     """Per-rank memory limit, in GiB, for gathered matrices, which are inspected in groups of up to
     this size. A larger matrix is inspected on its own."""
@@ -333,7 +337,7 @@ SMALL_COEFFICIENT: Final = 1e-3
 """The Gram penalty paper's lambda for its 160M model (width 768)."""
 
 LARGE_COEFFICIENT: Final = 1e-4
-"""The paper's lambda for its 405M and 1.4B models (widths 1024 and 2048)."""
+"""The Gram penalty paper's lambda for its 405M and 1.4B models (widths 1024 and 2048)."""
 
 LARGE_WIDTH: Final = 1024
 """Smallest model width for which `LARGE_COEFFICIENT` is used."""

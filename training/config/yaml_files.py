@@ -1,8 +1,8 @@
 """Read config files: merge a YAML file over its bases, then apply overrides.
 
-`base: other.yaml`, or a list of files in ascending priority, is relative to the file containing it.
-Sections are merged; lists and scalars are replaced. A section with `replace: true` inherits nothing
-from the base. `${section.key}` refers to the merged result. `${oc.env:NAME}` refers to the
+`base` is a file or a list of files in ascending priority; paths are relative to the file containing
+`base`. Sections are merged; lists and scalars are replaced. A section with `replace: true` inherits
+nothing from the base. `${section.key}` refers to the merged result. `${oc.env:NAME}` refers to the
 environment, and is only allowed in keys that hold paths. `read_saved` does not resolve references,
 because a saved config may come from an untrusted source.
 """
@@ -87,7 +87,8 @@ def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Con
     """Return a (source, mapping) pair per file and override of a config, in ascending priority."""
     files = list(islice(_files(path), MOST_FILES + 1))
     if len(files) > MOST_FILES:
-        raise InvalidConfigError([f"{_shown(path)} and its bases exceed {MOST_FILES} files"])
+        problem = f"{_shown(path)} and its bases must not exceed {MOST_FILES} files"
+        raise InvalidConfigError([problem])
     return [*files, *((text, _override(text)) for text in overrides)]
 
 
@@ -159,9 +160,9 @@ def check_not_read(path: Path, option: str, output: Path) -> None:
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the place that sets the key `names` (outermost name first): `FILE, line N` or `the
-    override KEY=VALUE`. Return None if every source either omits the key or sets it to null. `path`
-    and `overrides` are as in `read_merged`."""
+    """Return where the key `names` (outermost name first) is set: `FILE, line N` or `the override
+    KEY=VALUE`. Return None if every source either omits the key or sets it to null. `path` and
+    `overrides` are as in `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
@@ -226,7 +227,7 @@ def to_text(content: Content) -> str:
 
 
 def as_yaml(content: Content) -> str:
-    """Dump plain values as YAML, in which `read_merged` resolves references."""
+    """Dump plain values as YAML; `read_merged` resolves the references in it."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -250,7 +251,8 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _foreign_references(content: Content) -> Iterator[str]:
-    """Yield a message for each forbidden reference; only references to keys are always allowed."""
+    """Yield a message for each forbidden reference. References to keys are always allowed, and
+    environment variables only in keys that hold paths."""
     for key, value in flat(content):
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):
@@ -345,7 +347,9 @@ def _checked(text: str) -> yaml.Node | None:
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
         elif not node.style and _OLD_NUMBER.fullmatch(node.value):
-            raise yaml.YAMLError(f"a number must be decimal (quote strings), got {node.value}")
+            raise yaml.YAMLError(
+                f"a number must be decimal, got {node.value} (if it is a string, quote it)"
+            )
         elif not node.style and _TOO_SMALL.fullmatch(node.value) and not float(node.value):
             raise yaml.YAMLError(
                 f"a number must be 0 or at least 1e-323 in magnitude, got {node.value}"

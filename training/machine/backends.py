@@ -1,4 +1,4 @@
-"""Selects the kernels and backends for a config, and checks that the device supports them."""
+"""Select the kernels and backends for a config, and check that the device supports them."""
 
 import importlib.util
 import os
@@ -67,9 +67,8 @@ def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
             flash_attention(model.attention_kernel)
         except ImportError as error:
             rule = (
-                f"requires a package that cannot be imported, got {model.attention_kernel!r}: "
-                f"{last_line(error)}; see docs/running.md for how to install it, or set "
-                "model.attention_kernel=auto"
+                f"requires a package that cannot be imported: {last_line(error)}; see "
+                "docs/running.md for how to install it, or set model.attention_kernel=auto"
             )
             yield "model.attention_kernel", True, rule
 
@@ -78,10 +77,10 @@ def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
     """Check that the device supports the configured kernels, CUDA graphs and memory snapshots."""
     train, kind, kernel = config.train, device.type, config.model.attention_kernel
     graph = config.optimizer.distributed.cuda_graph and kind != "cuda"
-    rule = f"must be false on device {kind}: it does not support CUDA graphs"
+    rule = f"must be false on device {kind}: this device does not support CUDA graphs"
     yield "optimizer.distributed.cuda_graph", graph, rule
     snapshot = config.log.profile is not None and config.log.profile.memory and kind != "cuda"
-    rule = f"must be false on device {kind}: it does not support memory snapshots"
+    rule = f"must be false on device {kind}: this device does not support memory snapshots"
     yield "log.profile.memory", snapshot, rule
     plain_cpu = kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
     for key, value in (("fused_loss", train.fused_loss), ("fused_backward", train.fused_backward)):
@@ -91,7 +90,7 @@ def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
         majors = FLASH_CAPABILITIES[kernel]
         there = kind == "cuda" and torch.cuda.get_device_capability(device)[0] in majors
         capability = ", ".join(f"{major}.x" for major in majors)
-        needed = f"{kernel} requires a GPU with compute capability {capability}"
+        needed = f"= {kernel!r} requires a GPU with compute capability {capability}"
         yield "model.attention_kernel", not there, f"{needed}, got {device_name(device)}"
 
 

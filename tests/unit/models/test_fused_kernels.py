@@ -40,10 +40,12 @@ def test_what_cannot_run_is_refused(minimal, monkeypatch) -> None:
         with pytest.raises(ConfigError, match=f"train.{key} must be auto or null on a CPU"):
             check_backends(config, CPU)
     monkeypatch.setattr(backends, "has_triton", lambda: False)
-    with pytest.raises(ConfigError, match="requires triton, got 'triton': it is not installed"):
+    with pytest.raises(ConfigError, match="= 'triton' requires triton: it is not installed"):
         check_backends(ours, CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="liger-kernel, got 'liger': it is not installed; pip"):
+    with pytest.raises(
+        ConfigError, match="'liger' requires liger-kernel: it is not installed; pip"
+    ):
         check_backends(liger, CPU)
 
 

@@ -249,7 +249,7 @@ def test_the_notes_of_all_ranks_are_written(folder, world, monkeypatch):
         (["steps=2"], "log.profile.first is required (an integer)"),
         (["first=101"], "log.profile.first must be at most train.steps = 100, got 101"),
         (["first=2", "ranks=[]"], "log.profile.ranks must"),
-        (["first=2", "ranks=[0,0]"], "log.profile.ranks must name each rank once, got [0, 0]"),
+        (["first=2", "ranks=[0,0]"], "log.profile.ranks must not contain duplicates, got [0, 0]"),
         (
             ["first=2", "ranks=[0,2]"],
             "log.profile.ranks must be below the number of ranks = 2, got [0, 2]",

@@ -97,7 +97,7 @@ def endless_base(folder: Path) -> None:
 
 
 HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a fan-out of bases": (fan_out, "its bases exceed 64 files"),
+    "a fan-out of bases": (fan_out, "its bases must not exceed 64 files"),
     "aliases of aliases": (aliases, "aliases must not expand to more than 100000 values"),
     "an alias of itself": (written("a: &a [*a]"), "aliases must not expand to more than"),
     "a FIFO as a base": (endless_base, "fifo, the base of .*config.yaml must be a regular file"),
@@ -160,7 +160,7 @@ def test_a_comment_in_an_override_is_refused(minimal: Path, text: str) -> None:
     assert load_config(minimal, ["run.dir='/x/a #1'"]).run.dir == "/x/a #1"
 
 
-DECIMAL = "decimal (quote strings)"
+DECIMAL = "decimal"
 NUMBERS = ["010", "1:30", "-0_7", "1:30.5", "1_0", "0b11", ".1_5", "0x1F", "1_0e3", "-1_0.5"]
 TINY = ["1e-400", "1.0e-400", "-.5E-999"]
 
@@ -181,7 +181,7 @@ def test_a_number_that_yaml_reads_as_another_is_refused(minimal, number, rule):
 @pytest.mark.parametrize("name", ["''", "' '", "..", "../a", "a//b", "a/.", '"a\\nb"', '"\\e[2J"'])
 def test_a_name_makes_a_folder_of_its_own(minimal: Path, name: str) -> None:
     (problem,) = problems(minimal, f"run.name={name}", "run.dir='runs/${run.name}'")
-    assert problem.startswith("run.name must be names separated by /, not '.' or '..'")
+    assert problem.startswith("run.name must consist of names other than '.' and '..', separated")
 
 
 def test_a_run_folder_is_a_path(minimal: Path) -> None:

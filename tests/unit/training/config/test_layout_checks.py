@@ -11,8 +11,8 @@ SHARED = "{experts: 6, top_k: 2, expert_ffn: 5, shared_experts: 1}"
 FLASH = "model.attention_kernel=flash_attention_3"
 SHARDWISE = "optimizer.distributed.tensor_mode=shardwise"
 REFUSED = [
-    (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline requires pipeline > 1"),
-    (["parallel.sequence=true"], "parallel.sequence requires tensor > 1"),
+    (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline = 2 requires pipeline > 1"),
+    (["parallel.sequence=true"], "parallel.sequence = true requires tensor > 1"),
     (["parallel.tensor=4", "model.kv_heads=2"], "model.kv_heads must be divisible by"),
     (["parallel.tensor=64"], "model.ffn must be divisible by parallel.tensor = 64"),
     (["parallel.tensor=64"], "train.sequence_length must be divisible by 64 for parallel.context"),
@@ -26,14 +26,15 @@ REFUSED = [
     ),
     (["parallel.context=3"], "train.sequence_length must be divisible by 6 for parallel.context"),
     (["parallel={pipeline: 2, first_stage_layers: 0}"], "parallel.first_stage_layers must be at"),
-    (["parallel.last_stage_layers=1"], "parallel.last_stage_layers requires pipeline > 1"),
+    (["parallel.last_stage_layers=1"], "parallel.last_stage_layers = 1 requires pipeline > 1"),
     (
         ["parallel={pipeline: 2, virtual_pipeline: 2, first_stage_layers: 1}"],
-        "parallel.first_stage_layers requires virtual_pipeline = 1",
+        "parallel.first_stage_layers = 1 requires virtual_pipeline = 1",
     ),
     (
         ["parallel={pipeline: 3, first_stage_layers: 1}"],
-        "model.layers must leave the other 2",
+        "model.layers must leave the same number of layers, at least one, for each of the "
+        "remaining stages (2), given parallel.first_stage_layers = 1, got",
     ),
     (
         ["parallel={pipeline: 2, first_stage_layers: 2, last_stage_layers: 1}"],
@@ -41,21 +42,27 @@ REFUSED = [
     ),
     (
         ["parallel={pipeline: 2, first_stage_layers: 4}"],
-        "model.layers must leave the other 1",
+        "for each of the remaining stages (1), given parallel.first_stage_layers = 4, got",
     ),
-    (["train.fp8=hybrid"], "train.fp8 requires precision bf16"),
-    (["train.precision=bf16", "train.fp8=e4m3"], "train.fp8 requires model.attention_backend"),
-    ([FLASH], "model.attention_kernel requires train.precision bf16"),
-    ([FLASH, "data.document_mask=true"], "data.document_mask requires model.attention_kernel auto"),
+    (["train.fp8=hybrid"], "train.fp8 = 'hybrid' requires precision bf16"),
+    (
+        ["train.precision=bf16", "train.fp8=e4m3"],
+        "train.fp8 = 'e4m3' requires model.attention_backend",
+    ),
+    ([FLASH], "= 'flash_attention_3' requires train.precision bf16"),
+    (
+        [FLASH, "data.document_mask=true"],
+        "data.document_mask = true requires model.attention_kernel auto",
+    ),
     ([*MIXTURE, "train.recompute=selective"], "train.recompute must be none or full if every"),
     (["checkpoint.interval=0", "spikes.rewinds=1"], "spikes.rewinds must be 0 with checkpoint."),
     (
         ["validation={samples_interval: 1, samples_tokens: 17}"],
-        "validation.samples_tokens must be at most 16, the tokens left after the prompt in a "
-        "sequence of 32, got 17",
+        "validation.samples_tokens must be at most 16, the number of tokens left after the prompt "
+        "in a sequence of 32 tokens, got 17",
     ),
     (["tasks.files={a/b: x}"], "tasks.files must use only letters"),
-    (["pc={}", "checkpoint.initialize_from=a"], "checkpoint.initialize_from must be null with pc"),
+    (["pc={}", "checkpoint.initialize_from=a"], "checkpoint.initialize_from must be null with PC"),
     (["pc={}", SHARDWISE], "tensor_mode must be owner with PC layers, got 'shardwise'"),
     (["gram_penalty={}", SHARDWISE], "tensor_mode must be owner with gram_penalty"),
     (["gram_penalty.roles=[gain]"], "gram_penalty.roles must name one of q, k, v, o, gate"),
@@ -76,7 +83,7 @@ REFUSED = [
     ),
     (
         ["data.document_mask=true", "model.attention_backend=transformer_engine"],
-        "data.document_mask requires model.attention_backend",
+        "data.document_mask = true requires model.attention_backend",
     ),
 ]
 
