@@ -12,7 +12,7 @@ from training.errors import InputError
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
 """First bytes of a Git LFS pointer: a small file that stands in for a large file until that file is
 fetched."""
-UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
+UNFETCHED: Final = "a Git LFS pointer, not the file itself: run git lfs pull"
 
 
 def parse_json(text: str | bytes) -> Any:

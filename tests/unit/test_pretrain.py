@@ -105,7 +105,7 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     overlay.write_text("base: config.yaml\ndata:\n  train:\n    mine: {path: nowhere/mine}\n")
     assert run(folder, "--config", str(overlay)) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "error: set mine: no file nowhere/mine.idx"
+    assert said[0] == "error: set mine: file nowhere/mine.idx does not exist"
     assert said[-2].startswith(
         f"error: nowhere/mine is relative to the working directory, {Path.cwd()}: run"
     )
@@ -118,7 +118,10 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     # Without a vocabulary, the manifest next to the first set is read before the set.
     keys = ["data.train.walk=null", "model.vocab_size=null", "data.made_by=make data"]
     said = refusal(run(folder, "--config", str(overlay), *keys))
-    first = "set mine: no file nowhere/mine.idx; to plan without data, set model.vocab_size\n"
+    first = (
+        "set mine: file nowhere/mine.idx does not exist; "
+        "to plan without data, set model.vocab_size\n"
+    )
     assert f"{first}error: to create the sets: make data\n" in said
     assert f"data.train.mine is set by {overlay}, line 4;" in said
 

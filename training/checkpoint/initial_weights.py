@@ -30,7 +30,7 @@ from training.json_file import read_json
 
 TOKENIZER = "tokenizer.json"
 OFF_RADIUS = 0.05
-"""Relative deviation of a norm from its radius that the steps of sphere rules do not cause."""
+"""Relative deviation of a norm from its radius that is too large to come from a sphere rule."""
 
 
 class InitialWeights:
@@ -174,7 +174,7 @@ def unsuitable_data(config: Config, info: CheckpointInfo) -> str | None:
     saved, file = info.path / TOKENIZER, tokenizer_path(config)
     known = file is not None and file.is_file() and saved.is_file()
     if known and not same_tokens(saved, file):
-        return "the data's tokenizer is not the model's"
+        return "the data's tokenizer is not the model's tokenizer"
     return None
 
 

@@ -110,8 +110,8 @@ def training_loader(
         batch_sampler=sampler,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        # DataLoader draws a seed when iteration starts. Give it a generator of its own, so that it
-        # does not advance torch's default generator.
+        # DataLoader draws a seed when iteration starts. Give it its own generator, so that it does
+        # not advance torch's default generator.
         generator=torch.Generator().manual_seed(0),
     )
 

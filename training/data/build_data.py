@@ -82,7 +82,7 @@ def with_vocabulary(config: Config) -> Config:
         name, first = next(iter(config.data.train.items()))
         problem = (
             f"model.vocab_size must be set, because there is no {MANIFEST_FILE} next to "
-            f"{first.path}, got null; scripts/prepare_data.py creates a manifest"
+            f"{first.path}; scripts/prepare_data.py creates a manifest"
         )
         if not Path(f"{first.path}.idx").exists():
             plan = "to plan without data, set model.vocab_size"
@@ -231,7 +231,7 @@ def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) ->
     ]
     if not names:
         return None
-    return f"not verified, because no {MANIFEST_FILE} has their hashes: {', '.join(names)}"
+    return f"sets not verified, because no {MANIFEST_FILE} has their hashes: {', '.join(names)}"
 
 
 def missing_files(config: Config) -> Iterator[str]:

@@ -134,8 +134,8 @@ def example_of(row: Any, where: str) -> Example:
     if not texts or len(choices) < 2:
         raise DataError(f"{where}: choices must be at least two strings, got {choices!r:.60}")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        rule = f"must be the index of one of {len(choices)} choices"
-        raise DataError(f"{where}: answer {rule}, got {answer!r:.60}")
+        problem = f"answer must be the index of one of {len(choices)} choices, got {answer!r:.60}"
+        raise DataError(f"{where}: {problem}")
     for text in (context, *choices):
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise DataError(f"{where}: text must be valid UTF-8, got {text!r:.60}")

@@ -117,8 +117,8 @@ def decoded_bytes(
 
     Args:
         tokenizer: the tokenizer that produced the tokens.
-        documents: a (tokens, skipped) pair per document: tokens from its start on, and how many of
-            the first ones not to count.
+        documents: a (tokens, skipped) pair per document: tokens from its start on, and the number
+            of tokens at its start that are not counted.
     """
     size = 0
     for tokens, before in documents:

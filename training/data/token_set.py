@@ -276,7 +276,7 @@ class TokenSet:
         """Return the entropy of the set's token frequencies in nats.
 
         Without context, no model can achieve a loss below this entropy. A model whose loss is not
-        below it has at best learned token frequencies.
+        below this entropy has learned at best the token frequencies.
         """
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
@@ -368,8 +368,9 @@ def no_file(name: str, prefix: str, suffix: str) -> str:
     path = Path(prefix)
     folder = path if path.is_dir() else path.parent
     sets = sorted(str(each.with_suffix("")) for each in folder.glob("*.idx"))[:4]
-    hint = f"; path is a prefix, without .bin and .idx, such as {', '.join(sets)}" if sets else ""
-    return f"set {name}: no file {prefix}{suffix}{hint if suffix == '.idx' else ''}"
+    rule = "path must be a prefix without .bin and .idx, such as"
+    hint = f"; {rule} {', '.join(sets)}" if sets and suffix == ".idx" else ""
+    return f"set {name}: file {prefix}{suffix} does not exist{hint}"
 
 
 def _check_files(name: str, prefix: str) -> None:
@@ -420,5 +421,5 @@ def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
     if size != expected:
         raise DataError(
             f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected} bytes: "
-            "one of the files is truncated, or they come from different preparations"
+            "one of the files is truncated, or they were not prepared together"
         )

@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     weights.write_bytes(content[: len(content) // 2])
     assert "cannot be read" in refused(refusal, source, run, config)
     weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert refused(refusal, source, run, config).endswith("not the file itself: git lfs pull")
+    assert refused(refusal, source, run, config).endswith("not the file itself: run git lfs pull")
     other = ["model.family=gpt", "model.activation=relu2"]
     assert "model.activation must be swiglu" in refused(refusal, source, run, config, *other)
     config = config_in(tmp_path, tokens, pc__level=4)
@@ -321,7 +321,7 @@ def test_data_of_another_tokenizer_must_be_prepared_again(tokens, tmp_path, caps
     shutil.copy(tmp_path / "own", source / "tokenizer.json")
     reasons = {
         "own": "",
-        "other": "the data's tokenizer is not the model's",
+        "other": "the data's tokenizer is not the model's tokenizer",
         "many": "the data's tokenizer has 200 token ids, but the model has 120",
     }
     for name, reason in reasons.items():

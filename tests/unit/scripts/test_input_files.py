@@ -314,7 +314,7 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
                r"rows must be objects, got a list; .*jq -c '\.\[\]' "),
     "k.json.gz": (gzip.compress(b'[\n{"text": "a"}]'),
                   "a single list that spans .* gzip -dc .* jq -c"),
-    "l.txt": (POINTED, r"l\.txt is a Git LFS pointer, not the file itself: git lfs pull"),
+    "l.txt": (POINTED, r"l\.txt is a Git LFS pointer, not the file itself: run git lfs pull"),
     "m.jsonl": (POINTED, "is a Git LFS pointer"),
     "n.parquet": (POINTED, "cannot read .* is a Git LFS pointer"),
     "o.jsonl": (b"<!DOCTYPE html>\n<html></html>\n",

@@ -27,7 +27,7 @@ def test_each_set_goes_on_at_its_own_count(start, tmp_path, capsys) -> None:
     change = {"checkpoint__allow_change": "[data]"}
     read = start(5, FIRST) + start(8, FIRST)
     read += start(12, THEN, **change)
-    assert "new mixture from sample 256 on; tokens read before: " in capsys.readouterr().out
+    assert "new mixture from sample 256 on; tokens read so far: " in capsys.readouterr().out
     read += start(16, THEN, **change)
     without = {"big": 1.0, "small": 3.0}
     read += start(20, without, **change) + start(22, without)

@@ -160,7 +160,7 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path)
     shutil.rmtree(tmp_path / "run")
     one = {name: weight for name, weight in FIRST.items() if weight}
     read = start(5, one, **COMMON | {"data__phases": "[]"})
-    with pytest.raises(ResumeError, match=r"phases\[0\].after_steps was absent, is 8"):
+    with pytest.raises(ResumeError, match=r"phases\[0\].after_steps was absent and is now 8"):
         start(12, FIRST, **COMMON)
     read += start(12, FIRST, **COMMON, checkpoint__allow_change="[data]")
     assert read == whole

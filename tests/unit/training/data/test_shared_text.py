@@ -63,7 +63,7 @@ def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> No
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({}, "not verified, because no manifest.json has their hashes: train.b, validation.a"),
+        ({}, "sets not verified, because no manifest.json has their hashes: train.b, validation.a"),
         ({"verify": "full"}, "no manifest.json has their hashes: train.b, validation.a"),
         ({"verify": "none"}, None),
         ({"mock": True}, None),
