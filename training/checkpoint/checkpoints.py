@@ -1,4 +1,4 @@
-"""Seals, finds, verifies and removes the checkpoints in a run folder.
+"""Seal, find, verify and remove the checkpoints in a run folder.
 
     RUN/checkpoints/latest          name of the newest step folder, for people and scripts
     RUN/checkpoints/step_00000100/
@@ -333,7 +333,8 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
 def sweep(run_dir: str | Path) -> list[str]:
     """Remove unfinished and partially removed checkpoints and return their names.
 
-    Those that cannot be removed only cause a warning. No other process may be using the run folder.
+    A checkpoint that cannot be removed only causes a warning. No other process may be using the run
+    folder.
     """
     folder = Path(run_dir) / FOLDER
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint to resume from, and compares identities. An identity holds the facts about
+"""Choose the checkpoint to resume from, and compare identities. An identity holds the facts about
 a run that must match the checkpoint when the run resumes."""
 
 import secrets
@@ -37,8 +37,8 @@ OF_STATE: Final = {
     *("qkv_units", "split_gate_up", "momentum_dtype"),
     *("pc.blocks", "pc.learnable_gamma", "moe.expert_bias"),
 }
-"""Keys that determine the names and dtypes of all checkpoint tensors other than weights, together
-with the update rules of groups and roles."""
+"""Keys that, together with the update rules of groups and roles, determine the names and dtypes of
+all checkpoint tensors other than weights."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
 """Keys in section `train` that affect results. `steps` is not included, because it belongs to kind
 `schedule`."""
@@ -66,7 +66,7 @@ class Change(NamedTuple):
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key} was {_short(self.before)}, is {_short(self.after)}"
+        return f"{self.key} was {_short(self.before)} and is now {_short(self.after)}"
 
     @property
     def of_state(self) -> bool:
@@ -134,9 +134,8 @@ def data_facts(
 
 
 def contents_of(facts: Identity) -> dict[str, str | None]:
-    """Return the hashes of all sets and the tokenizer from `facts`, the result of `data_facts`.
-    Hashes of training sets have the key `NAME`, those of validation sets `validation.NAME`, and
-    that of the tokenizer `tokenizer`."""
+    """Return the hashes of all sets and the tokenizer from `facts`, the result of `data_facts`. The
+    keys are `NAME` for a training set, `validation.NAME` for a validation set, and `tokenizer`."""
     end = ".content"
     sets = {k.removesuffix(end): v for k, v in facts["data"].items() if k.endswith(end)}
     return sets | {"tokenizer": facts["tokenizer"]["sha256"]}
@@ -154,7 +153,7 @@ def modification_times(data: TrainingData) -> dict[str, str]:
 
 
 def settings(config: Config) -> Identity:
-    """Return those kinds of a run's identity that depend on the config alone."""
+    """Return the kinds of a run's identity that depend on the config alone."""
     units = all_units(config.model)
     model = model_facts(config.model)
     model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
@@ -205,9 +204,9 @@ def announced(
 ) -> list[str]:
     """Return a message for each accepted change since the checkpoint that affects metrics.
 
-    The changes are those of allowed kinds, and the resulting change of the learning rate; those of
-    validation, tasks and spike detection; and those that affect rounding or speed: layout,
-    micro-batch, implementations, and the software and device in `machine`.
+    The messages cover allowed kinds, and the resulting change of the learning rate; validation,
+    tasks and spike detection; and everything that affects rounding or speed: layout, micro-batch,
+    implementations, and the software and device in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -320,8 +319,8 @@ def _short(value: Any) -> str:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """Return the optimizer settings that affect results: those of groups and roles, of the rules in
-    use, and of the distribution."""
+    """Return the optimizer settings that affect results: the settings of groups and roles, of the
+    rules in use, and of the distribution."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     del settings["rules"]
@@ -477,7 +476,7 @@ def run_id(meta: Mapping[str, Any]) -> str:
 
 
 def tracker_id(start: CheckpointInfo | None, run_dir: str, run: str) -> str:
-    """Return the id under which trackers know a run with the id `run`.
+    """Return the id that trackers use for a run with the id `run`.
 
     A copy of a run's folder gets another id, so that both can be tracked. A folder counts as a copy
     if the checkpoint was saved in a different folder that still exists.

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints in the background, one at a time, across all ranks."""
+"""Save a run's checkpoints in the background, one at a time, across all ranks."""
 
 import random
 import shutil
@@ -238,9 +238,9 @@ class Saver:
         """Retry a failed save on every rank, with the same state.
 
         After the last attempt, raises CheckpointError with the problems of all ranks. A state with
-        non-finite values is not saved again. Such a save is dropped with a warning,
-        up to `REFUSALS - 1` times in a row, because the guard against bad losses may still rewind
-        the run to an earlier step.
+        non-finite values is not saved again. Such a save is dropped with a warning, up to
+        `REFUSALS - 1` consecutive times, because the guard against bad losses may still rewind the
+        run to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending

@@ -93,7 +93,7 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """Required entries of meta.json for averages of checkpoints. `progress` is that of the last
+    """Required entries of meta.json for averages of checkpoints. `progress` is copied from the last
     averaged checkpoint."""
 
     averaged: AveragedCheckpoints
@@ -212,7 +212,7 @@ class StoredTensors:
 
     def batches(self, keys: Iterable[str], max_bytes: int = 1 << 26) -> Iterator[list[str]]:
         """Split `keys` into lists, each with at most `max_bytes` bytes of tensors. A larger tensor
-        gets a list of its own.
+        gets its own list.
 
         Reading several small tensors at once is faster. Raises BrokenCheckpointError if an index
         entry is invalid.

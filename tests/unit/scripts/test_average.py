@@ -155,7 +155,9 @@ def test_a_checkpoint_of_another_run_is_refused(copied, tmp_path, refusal) -> No
     config = (other / "config.yaml").read_text()
     forge(other, "config.yaml", config.replace("rope_base: 10000.0", "rope_base: 20000.0").encode())
     said = refusal(main(target))
-    assert "must have the same model as" in said and "rope_base was 20000.0, is 10000.0" in said
+    assert (
+        "must have the same model as" in said and "rope_base was 20000.0 and is now 10000.0" in said
+    )
     assert "the run folder must contain checkpoints" in refusal(main([str(other), target[1]]))
     assert not (tmp_path / "mean").exists()
 

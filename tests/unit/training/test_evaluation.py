@@ -174,7 +174,7 @@ def test_changed_tasks_are_compared_and_announced(keys, world, tmp_path):
     meta = {"identity": saved, "progress": {"step": 3, "tokens": 0}}
     start = SimpleNamespace(config=before, meta=meta)
     kinds = {"layout": {}, "device": {}, "versions": {}}
-    said = ["tasks.examples was None, is 5", "tasks.other was there, is absent"]
+    said = ["tasks.examples was None and is now 5", "tasks.other was there and is now absent"]
     assert announced(start, config, saved, kinds) == said
 
 
@@ -187,7 +187,10 @@ def test_another_file_is_another_task(keys, world, tmp_path, capsys):
     capsys.readouterr()
     train(read_config(str(tmp_path), **keys, train__exit_step=4, tasks__examples=5), world)
     printed = capsys.readouterr().out
-    for change in ("tasks.examples was None, is 5", "tasks.digits was absent, is there"):
+    for change in (
+        "tasks.examples was None and is now 5",
+        "tasks.digits was absent and is now there",
+    ):
         assert f"changed since step 3: {change}" in printed
     words = Path(keys["tasks__files__words"])
     words.write_text(words.read_text().splitlines()[0] + "\n")

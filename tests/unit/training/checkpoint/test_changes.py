@@ -44,7 +44,7 @@ def tokens(tmp_path: Path, run) -> Path:
 def test_a_dtype_that_changes_numbers_is_refused(run) -> None:
     run(2)
     for key in ("gradient_dtype", "exchange_dtype", "momentum_dtype"):
-        with pytest.raises(ResumeError, match=rf"its optimizer: {key} was \w+, is bf16"):
+        with pytest.raises(ResumeError, match=rf"its optimizer: {key} was \w+ and is now bf16"):
             run(4, **{f"optimizer__distributed__{key}": "bf16"})
 
 
@@ -67,17 +67,17 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
     run(4, **keys)
     printed, events = capsys.readouterr().out, (tmp_path / "run" / "events.jsonl").read_text()
     for text in (
-        "spikes.deviations was None, is 4.0",
-        "validation.samples was 5, is 3",
-        "validation.more was absent, is there",
-        "global_batch was 8, is 4",
-        "learning-rate factor of the next step was 1, is 0.75",
-        "train.micro_batch was 4, is 2",
-        "train.loss_chunk was None, is 60",
-        "ranks was 3, is 1",
-        "device was H100, is cpu",
-        f"torch was 1.0, is {torch.__version__}",
-        f"numpy was 1.0, is {np.__version__}",
+        "spikes.deviations was None and is now 4.0",
+        "validation.samples was 5 and is now 3",
+        "validation.more was absent and is now there",
+        "global_batch was 8 and is now 4",
+        "learning-rate factor of the next step was 1 and is now 0.75",
+        "train.micro_batch was 4 and is now 2",
+        "train.loss_chunk was None and is now 60",
+        "ranks was 3 and is now 1",
+        "device was H100 and is now cpu",
+        f"torch was 1.0 and is now {torch.__version__}",
+        f"numpy was 1.0 and is now {np.__version__}",
     ):
         assert f"changed since step 2: {text}" in printed and text in events
     run(6, **keys)
@@ -106,7 +106,7 @@ def test_a_large_set_that_was_written_to_is_refused(run, tokens, monkeypatch) ->
     run(3)
     overwrite_between_samples(tokens)
     os.utime(tokens, (1e9, 1e9))
-    with pytest.raises(ResumeError, match=r"walk.modified was \S+, is 2001-09-09T01:46:40"):
+    with pytest.raises(ResumeError, match=r"walk.modified was \S+ and is now 2001-09-09T01:46:40"):
         run(4)
     run(4, checkpoint__allow_change="[data]")
     run(5)

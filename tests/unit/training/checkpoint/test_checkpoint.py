@@ -172,11 +172,14 @@ def test_resume_none_starts_over_and_keeps_what_was(run, saved, tmp_path):
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "data": ({"seed": 8}, "its data: seed was 7, is 8"),
-    "model": ({"model__rope_base": 5e4}, "its model: rope_base was 10000.0, is 50000.0"),
-    "optimizer": ({"optimizer__matrix__lr": 0.5}, "its optimizer: matrix.lr was 0.003, is 0.5"),
-    "schedule": ({"train__steps": 8}, "its schedule: steps was 4, is 8"),
-    "train": ({"train__z_loss": 1e-4}, "its train: z_loss was 0.0, is 0.0001"),
+    "data": ({"seed": 8}, "its data: seed was 7 and is now 8"),
+    "model": ({"model__rope_base": 5e4}, "its model: rope_base was 10000.0 and is now 50000.0"),
+    "optimizer": (
+        {"optimizer__matrix__lr": 0.5},
+        "its optimizer: matrix.lr was 0.003 and is now 0.5",
+    ),
+    "schedule": ({"train__steps": 8}, "its schedule: steps was 4 and is now 8"),
+    "train": ({"train__z_loss": 1e-4}, "its train: z_loss was 0.0 and is now 0.0001"),
 }
 
 
@@ -195,11 +198,11 @@ def test_a_changed_run_is_refused_unless_the_change_is_allowed(kind, run, halfwa
 
 
 def test_another_tokenizer_or_blend_is_refused(run, halfway, tokens, tmp_path):
-    with pytest.raises(ResumeError, match="its data: .*walk.share was 1.0, is 0.5"):
+    with pytest.raises(ResumeError, match="its data: .*walk.share was 1.0 and is now 0.5"):
         run(data__train__more__path=f"{tokens}/tokens")
     now = saved_identity(read_checkpoint(tmp_path / "run"))
     other = {**now, "tokenizer": {"sha256": "another"}}
-    with pytest.raises(ResumeError, match="its tokenizer: sha256 was None, is another"):
+    with pytest.raises(ResumeError, match="its tokenizer: sha256 was None and is now another"):
         find_start(tmp_path / "run", "latest", other, ())
 
 

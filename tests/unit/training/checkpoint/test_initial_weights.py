@@ -122,7 +122,8 @@ def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
     train(configured("old", data__tokenizer=str(tmp_path / "x")), world)
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
     with pytest.raises(
-        ResumeError, match=r"the run's model, but these keys differ: ffn was 96, is 64; set these"
+        ResumeError,
+        match=r"the run's model, but these keys differ: ffn was 96 and is now 64; set these",
     ):
         train(configured("new", model__ffn=64, **source), world)
     many = {"type": "WordLevel", "vocab": {f"{i}": i for i in range(200)}, "unk_token": "0"}
@@ -131,7 +132,7 @@ def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
     own = rf"prepare data .*--tokenizer {tmp_path}/old/.*/tokenizer.json\) and set data.train"
     for keys, rest in (({}, "$"), ({"model__ffn": 64}, "; set the other model keys as in ")):
         reason = "the data's tokenizer has 200 token ids, but the model has 120"
-        with pytest.raises(ResumeError, match=f"is 200; {reason}: {own}{rest}"):
+        with pytest.raises(ResumeError, match=f"is now 200; {reason}: {own}{rest}"):
             initial_weights(configured("new", **tokenizer, **keys, **source))
     # The initial draw has no effect.
     assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None

@@ -78,7 +78,7 @@ def test_a_state_that_does_not_fit_is_one_whole_line_with_what_to_do(
 def test_weights_that_do_not_fit_are_no_change_to_allow(finished, run_dir, refusal):
     allowed = "checkpoint.allow_change=[model,optimizer]"
     said = refusal(start(finished, run_dir, "model.layers=1", allowed))
-    assert "differs in its model: layers was 2, is 1" in said
+    assert "differs in its model: layers was 2 and is now 1" in said
     assert "the weights do not fit this model: set another run.dir; to start over" in said
 
 
