@@ -164,8 +164,8 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
     if progress.read is None:
         raise ResumeError(
             f"{info.path} was saved by an earlier version and does not record how much of each "
-            "set was read: resume with the original data until the next checkpoint, and change the "
-            "data then"
+            "set was read: resume with the original data until the next checkpoint, then change "
+            "the data"
         )
     phase = present.phase_after(progress.sample, progress.read)
     return replace(progress, phase=phase)

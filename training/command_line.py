@@ -32,7 +32,7 @@ class _StoreOnce(argparse._StoreAction):
     """Store action of `Parser`."""
 
     given: tuple[argparse.Namespace, Any] | None = None
-    """The last namespace in which the option was set, and the value that it was set to."""
+    """The last namespace in which the option was set, and the option's value."""
 
     def __call__(
         self,
@@ -92,13 +92,13 @@ def check_launched() -> None:
 
 
 def check_single() -> None:
-    """Raise ConfigError if a launcher that sets no ranks started several processes, because each
-    would train a run of its own."""
+    """Raise ConfigError if a launcher that does not set ranks started several processes, because
+    each process would train its own run."""
     for name, launcher in {} if "WORLD_SIZE" in os.environ else TASKS.items():
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
             raise ConfigError(
-                f"{launcher} started {count} processes, but each would be a run of its own, "
+                f"{launcher} started {count} processes, but each of them would train its own run, "
                 "because the environment variable WORLD_SIZE is not set: start one torchrun per "
                 f"node, or, in an interactive shell of {launcher}, run `unset {name}` first"
             )

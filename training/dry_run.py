@@ -154,7 +154,7 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return the `StepShape` on which the plan is based, which does not include update rules."""
+    """Return the `StepShape` on which the plan is based. It does not include update rules."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
@@ -162,7 +162,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     operands = "fp8" if train.fp8 is not None else train.precision
     if operands not in device.peak:
         raise ConfigError(
-            f"train.fp8 must be null on {device.name}, got {train.fp8}: it does not support fp8"
+            f"train.fp8 must be null on {device.name}, got {train.fp8}: the GPU has no fp8"
         )
     inputs = PlanInputs(
         **vars(parallel.layout),

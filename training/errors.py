@@ -14,7 +14,7 @@ from parallel.error_text import described
 
 class InputError(ValueError):
     """Raised for invalid input. The message names the input, and states the rule and the value that
-    breaks it."""
+    violates it."""
 
 
 class ConfigError(InputError):
@@ -26,8 +26,8 @@ class DataError(InputError):
 
 
 class MissingSetError(DataError):
-    """Raised if files of a token set are missing. `key` holds the names of the set's config key,
-    outermost first, if known."""
+    """Raised if files of a token set are missing. `key` is the set's config key as a tuple of
+    names, outermost first, or None if it is unknown."""
 
     def __init__(self, message: str, key: tuple[str, str, str] | None = None) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class VocabularyError(DataError):
 
 
 class ProgressError(DataError):
-    """Raised if an interrupted preparation cannot be resumed and has to start over."""
+    """Raised if an interrupted data preparation cannot be resumed and must start over."""
 
 
 class BrokenCheckpointError(InputError):

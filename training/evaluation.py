@@ -45,8 +45,8 @@ def evaluate(
 
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, and `val/<set>/bpb` is
     in bits per byte of text. `val/loss` and `val/bpb` are averages computed by `mean_over_sets`;
-    `mixture` contains the weights of the training sets. All ranks call `stop` periodically. Raises
-    Interrupted once it returns True.
+    `mixture` contains the weights of the training sets. All ranks call `stop` periodically, and
+    raise Interrupted once it returns True.
     """
     metrics: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -67,7 +67,7 @@ def evaluate(
 
 
 def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
-    """Average over validation sets, giving each the weight of the training set of the same name.
+    """Average over validation sets, weighted like the training sets of the same names.
 
     If any of these training sets is missing or has weight 0, the average is unweighted.
     """
@@ -126,9 +126,9 @@ def run_passes(
     stop: Callable[[], bool],
     length: int | None = None,
 ) -> Iterator[Mapping[str, Tensor]]:
-    """Yield the metrics of each of `count` micro-batches. `count` is a result of `whole_rounds`.
+    """Yield the metrics of each of `count` micro-batches. `count` must come from `whole_rounds`.
 
-    For the other arguments see `ParallelModel.forward_backward`. Raises Interrupted if `stop`
+    For the other arguments, see `ParallelModel.forward_backward`. Raises Interrupted if `stop`
     returns True.
     """
     passes = PASSES * groups.pipeline.size
@@ -163,7 +163,7 @@ def weighted_sums(batch: Batch) -> LossFunction:
 
 
 SHORTEST: Final = 16
-"""Lower bound in tokens on the lengths to which sequences are padded."""
+"""Minimum length, in tokens, to which sequences are padded."""
 
 
 def score(
@@ -179,7 +179,7 @@ def score(
     as `task/acc` and `task/acc_norm`. All ranks get the same values.
 
     `vocab_size` is the vocabulary size without padding. A pass contains at most `most_tokens`
-    tokens, except if a single sequence is longer. All ranks call `stop` periodically. Raises
+    tokens, except if a single sequence is longer. All ranks call `stop` periodically, and raise
     Interrupted once it returns True.
     """
     requests = [request for task in tasks for request in task.requests]
@@ -215,7 +215,7 @@ def log_likelihoods(
 ) -> list[float]:
     """Return the log-probability in nats of each request's scored tokens, summed over tokens.
 
-    For `vocab_size`, `most_tokens` and `stop` see `score`.
+    For `vocab_size`, `most_tokens` and `stop`, see `score`.
     """
     window, by_length = model.sequence_length, dict[int, list[int]]()
     losses = torch.zeros(len(requests), dtype=torch.float64, device=groups.device)
@@ -244,9 +244,9 @@ def log_likelihoods(
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return, in ascending order, the lengths to which sequences are padded: the window length, its
-    half, its quarter and so on, as long as the layout can split the result and it is at least
-    `SHORTEST`."""
+    """Return, in ascending order, the lengths to which sequences are padded: the window length
+    divided by 1, 2, 4 and so on, as long as the result is at least `SHORTEST` and the layout can
+    split it."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:

@@ -40,9 +40,9 @@ def ignore(*_: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """Optional work around the training steps. Without hooks, the loop only trains.
+    """Optional hooks of the training loop. Without hooks, the loop only trains.
 
-    report     called with metrics, identical on all ranks, and the step; not called without metrics
+    report     called with the step and its metrics, if any, which are identical on all ranks
     record     called with the monitors' metrics and the step
     note       called with the kind, step and text of an event
     on_step    called with the number and result of each step

@@ -1,4 +1,4 @@
-"""Detects loss spikes, counts skipped steps, and ends the run after too many consecutive ones."""
+"""Detect loss spikes, count skipped steps, and end the run after too many consecutive skips."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class SpikeDetector:
     """Detects loss spikes on the device, without a host sync. All ranks get the same result."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
-        """Compare each loss with those of the last `window` steps that were not skipped.
+        """Compare each loss with the losses of the last `window` steps that were not skipped.
 
         A loss more than `deviations` standard deviations above their mean is a spike; None disables
         detection.

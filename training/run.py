@@ -110,7 +110,7 @@ class Beginning:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Entries about the run that the meta.json of each of its checkpoints contains."""
+        """Entries about the run, stored in the meta.json of each of its checkpoints."""
         origin = self.weights.origin if self.weights is not None else None
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
@@ -216,8 +216,8 @@ def train(
 def agreed_facts(
     config: Config, data: TrainingData, validation: Sequence[ValidationData], tasks: Sequence[Task]
 ) -> Identity:
-    """Check that the facts about the data are the same on all ranks, and return those that belong
-    to the run's identity."""
+    """Check that the facts about the data are the same on all ranks, and return the facts that are
+    part of the run's identity."""
     facts = data_facts(config, data, validation, data_manifest(config))
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     sets = [*data.all_sets, *(each.set for each in validation)]
@@ -240,8 +240,8 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
     """Check that the config can continue from the checkpoint `start`, which is None for a new run.
 
     Raises ResumeError if the config sets initial weights but the checkpoint's run started without
-    any. Raises InvalidConfigError if the batch size of a later stage of the batch ramp is not valid
-    for this world size.
+    initial weights. Raises InvalidConfigError if the batch size of a later stage of the batch ramp
+    is not valid for this world size.
     """
     if start is not None:
         check_beginning(config, start)
@@ -333,8 +333,8 @@ def opening_notes(
     kernel: str | None,
     rescaled: Mapping[str, tuple[str, float]],
 ) -> Iterator[tuple[str, str]]:
-    """Yield a (kind, text) pair for each opening note. Notes are on the device, the kernels, the
-    initial weights and changes since the checkpoint. See `DistributedOptimizer.rescalings` for
+    """Yield a (kind, text) pair for each opening note. The notes describe the device, the kernels,
+    the initial weights and changes since the checkpoint. See `DistributedOptimizer.rescalings` for
     `rescaled`."""
     device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {described(device)}"
@@ -362,7 +362,7 @@ def opening_notes(
             yield "changed", f"changed since step {start.step}: {text}"
         if 0 < phase.sample == trainer.progress.sample:
             counts = (f"{s.name} {phase.tokens(s.name):,}" for s in trainer.present.sets)
-            where = f"new mixture from sample {phase.sample:,} on; tokens read before"
+            where = f"new mixture from sample {phase.sample:,} on; tokens read so far"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
     wanted, held_out = config.validation.samples or 0, trainer.validation

@@ -39,12 +39,12 @@ def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> 
 
 
 class RunLog:
-    """On rank 0, writes the logs in the run folder and prints console lines.
+    """Writes the logs in the run folder and prints console lines, on rank 0.
 
     config.yaml     the resolved config
     routing.jsonl   one line per unit
-    data.json       fingerprint, hashes, how each token set is used over the whole run, first sample
-                    of the current mixture, and tokens read from removed sets
+    data.json       fingerprint, hashes, use of each token set over the whole run, first sample of
+                    the current mixture, and tokens read from removed sets
     metrics.jsonl   one line per logged step
     monitors.jsonl  one line per monitored step
     events.jsonl    one line per event: time, preceding step, kind and text

@@ -112,7 +112,7 @@ class Trainer:
         return self.batch // (self.config.train.micro_batch * self.groups.data.size)
 
     def read_on(self) -> None:
-        """Read on from the current progress, in batches of the next step's global batch size."""
+        """Continue reading data from the current progress, with the next step's batch size."""
         self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
         self.batches = self.make_batches(self.progress)
 
@@ -248,7 +248,7 @@ class Trainer:
         return self.data.at(self.progress.step).since(self.progress.phase)
 
     def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
-        """Resume from the entries "progress" (`progress`) and "trainer" (`state`) of what
+        """Resume from `progress` and `state`, the entries "progress" and "trainer" of the dict that
         `checkpoint` returned."""
         self.progress = progress
         self.read_on()
@@ -290,7 +290,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
 
 
 class GramPenalty:
-    """Gram penalty. In the steps in which it is active, its gradient is added to that of the loss.
+    """Adds the gradient of the Gram penalty to the gradient of the loss while it is active.
 
     Source: "Learning in Transformers under Spectral Constraints", section 6, where the penalty is
     active during the first tenth of training.
@@ -324,14 +324,14 @@ class GramPenalty:
             self._figures = self.optimizer.add_penalty(enabled=self._active, measured=measured)
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return the penalty's metrics of the last step, computed from the weights before that
+        """Return the penalty's metrics for the last step, computed from the weights before that
         step. `loss` is the mean loss of that step.
 
         penalty/on              1 if the penalty was active, else 0
         penalty/value           coefficient times the summed penalties, whether active or not
         penalty/loss_ratio      penalty/value divided by the loss
-        penalty/gradient_ratio  gradient norm of the penalty divided by that of the loss, over
-                                penalised weights
+        penalty/gradient_ratio  gradient norm of the penalty divided by the gradient norm of the
+                                loss, both over penalised weights
         penalty/share           mean of ||OffDiag||_F^2 / ||W||_F^4
         """
         figures = self._figures

@@ -177,7 +177,7 @@ def starts_again(run_dir: str | Path) -> bool:
 
 
 def _command() -> str:
-    """Return the id of this command: the SLURM job id; without one, torchrun's run id; without one,
+    """Return the id of this command: the SLURM job id if there is one, else torchrun's run id, else
     torchrun's process id. Return "" if there is none of these."""
     command = os.environ.get("TORCHELASTIC_RUN_ID", "")
     command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command

@@ -137,8 +137,8 @@ class Interrupts:
 def _stop_with_launcher() -> None:
     """Make Linux send SIGTERM to this rank when its launcher exits.
 
-    A killed launcher forwards no signal, so its ranks would keep training. On other systems, they
-    do.
+    A killed launcher forwards no signal, so its ranks would keep training. On systems other than
+    Linux, they do keep training.
     """
     if not os.environ.get(LAUNCHER, "").isdecimal():  # rejected later by `check_launched`
         return
@@ -160,7 +160,7 @@ def _hold() -> None:
     """Block SIGINT in this thread while it forks.
 
     Before a child process ignores SIGINT, a Ctrl-C would make it write to its parent's pipe as
-    well, and the parent would count two.
+    well, and the parent would count the Ctrl-C twice.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 

@@ -1,4 +1,4 @@
-"""Starts the process groups, and compares settings, code, versions and data across ranks."""
+"""Start the process groups, and compare settings, code, versions and data across ranks."""
 
 import hashlib
 import os

@@ -192,8 +192,7 @@ def noise_figures(products: Tensor, what: str) -> Figures:
     """Compute noise metrics `[units]` from the inner products between samples, `[units, samples,
     samples]`.
 
-    `what` says whether the samples are gradients ("gradient") or updates ("update"), and is the
-    prefix of the metric names.
+    `what` is the kind of the samples, "gradient" or "update", and the prefix of the metric names.
     """
     noise = measures.noise_of(products)
     return {f"{what}_{name}": value for name, value in noise._asdict().items()}
@@ -320,8 +319,8 @@ def is_figure(name: str, value: Any) -> bool:
 
 
 def role_means(records: Iterable[Record]) -> dict[str, float]:
-    """Return the metrics `monitor/<metric>/<role>`: the mean of each metric over the units of each
-    role that have it."""
+    """Return the metrics `monitor/<metric>/<role>`: the mean of each metric over all units of the
+    role that have this metric."""
     return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
 
 
@@ -349,8 +348,8 @@ def global_figures(records: Iterable[Record], roles: Collection[str]) -> dict[st
     """Compute aggregate metrics over all units with a role in `roles`.
 
     condition_number/geometric_mean  GMCN of the PC paper: mean over whole matrices, with roles and
-                                     layers weighted equally; for PC layers, of PC(W). Suffix /pc:
-                                     only the paper's PC layers; /qkv: only q, k and v
+                                     layers weighted equally; for PC layers, PC(W) is used. Suffix
+                                     /pc: only the paper's PC layers; /qkv: only q, k and v
     criterion_ratio/geometric_mean   mean of nr(G) / st(A)
     criterion_ratio/share            share of units with a ratio of at least 1
     spectral_norm/max, radius_error/max, pc_norm_error/max, multiplier_residual/max,

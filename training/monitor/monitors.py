@@ -283,7 +283,7 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """Record those metrics of PC layers that cannot be computed from the gathered parameters.
+        """Record the metrics of PC layers that cannot be computed from the gathered parameters.
         If the parameter is PC(W), these are the metrics of W; if it is W, the metrics of PC(W).
         """
         for stack in self.optimizer.materialized:
@@ -373,8 +373,8 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return the number of consecutive updates to compare, including that of the monitored step,
-    which is the last."""
+    """Return the number of consecutive updates to compare; the last one is the update of the
+    monitored step."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)

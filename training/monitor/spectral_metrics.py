@@ -13,7 +13,7 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.effective_weight import DOMAIN
 
 SHOWN = 8
-"""Maximum number of units with refused updates that a report names."""
+"""Maximum number of units with refused updates to list in a report."""
 
 
 class Refusals:

@@ -1,8 +1,8 @@
-"""Estimates the time that monitors and task evaluation add to a run.
+"""Estimate the time that monitors and task evaluation add to a run.
 
-A monitored step computes the singular values of every weight, matmuls for all other metrics, and
-sums during the forward and backward passes. A null interval is replaced by one that adds at most 1%
-to the run time.
+A monitored step computes the singular values of every weight, runs matmuls for all other metrics,
+and accumulates sums during the forward and backward passes. A null interval is replaced by one that
+adds at most 1% to the run time.
 """
 
 import math
@@ -162,8 +162,8 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
 
 
 def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
-    """Return the time in seconds to compute the singular values of a whole matrix, whose rows are
-    those of the units `parts`."""
+    """Return the time in seconds to compute the singular values of a whole matrix that consists of
+    the rows of the units `parts`."""
     rows, cols = sum(unit.shape[0] for unit in parts), parts[0].shape[1]
     short, long = min(rows, cols), max(rows, cols)
     return product_seconds(shape.device, "fp64", short, long, short) + EIGEN_ROW * short

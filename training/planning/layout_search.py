@@ -1,4 +1,4 @@
-"""Searches for the fastest layout for a model on a given number of GPUs.
+"""Search for the fastest layout for a model on a given number of GPUs.
 
 Lower bounds on a layout's memory and step time are cheap to compute. Layouts are planned in
 ascending order of the bound on their step time, until no remaining layout can be among the best.
@@ -88,8 +88,7 @@ class Layouts:
         return holds(layout_checks(config)) and fits(config, self.gpus)
 
     def sound(self, changes: Changes) -> bool:
-        """Return whether a variant passes those checks across sections that do not concern the
-        layout."""
+        """Return whether a variant passes the cross-section checks not related to the layout."""
         return holds(run_checks(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:

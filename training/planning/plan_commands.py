@@ -1,5 +1,5 @@
-"""Implements the planning commands `pretrain.py --dry-run` and `pretrain.py --fit`. If a run does
-not fit its devices, finds the cheapest changes that make it fit."""
+"""The planning commands `pretrain.py --dry-run` and `pretrain.py --fit`. If a run does not fit its
+devices, they find the cheapest changes that make it fit."""
 
 import json
 import os
@@ -101,8 +101,8 @@ def fit(
 
 
 def warn(config: Config) -> None:
-    """Print to stderr the warnings that a run would print, and the errors that it would raise,
-    about its data and initial weights.
+    """Print to stderr the warnings and errors that a run would print about data and initial
+    weights.
 
     The vocabulary size may still be null.
     """
@@ -172,7 +172,7 @@ def _candidates(layouts: Layouts) -> Iterator[Changes]:
 
 
 def remedy_table(layouts: Layouts, planned: Plan) -> str:
-    """Return a table of what each change saves in memory and costs in time, followed by a
+    """Return a table of the memory saved and the time added by each change, followed by a
     combination of changes that fits."""
     variants = remedies(layouts)
     rows = [

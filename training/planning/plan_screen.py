@@ -1,4 +1,4 @@
-"""Formats the plan of a run as text, with one row per kind of unit."""
+"""Format the plan of a run as text, with one row per kind of unit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -257,8 +257,8 @@ def unit_table(routes: Sequence[Route]) -> str:
 
 
 def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
-    """Return four strings that describe the units with one role: role and layers, number of units,
-    shapes, and number of elements."""
+    """Return the table cells for the units of one role: the role and its layers, the number of
+    units, their shapes, and their number of elements."""
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)
@@ -266,7 +266,7 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
 
 
 def where(routes: Sequence[Route]) -> str:
-    """Return a text that names the role of the units, and their first and last layer."""
+    """Describe the units by their role and their first and last layers."""
     parts = [route.unit.split(".") for route in routes]
     layers = [int(each[1]) for each in parts if each[0] == "layers"]
     role = routes[0].role

@@ -1,8 +1,8 @@
-"""Mimics kernels and tensor types that differ on a GPU.
+"""Mimic kernels and tensor types that differ on a GPU.
 
-Without a GPU, PyTorch chooses other attention kernels than on a GPU, and its builds without CUDA
-run a norm as five operations. Launches of Spectrain's Triton kernels and liger-kernel's loss
-kernels are recorded. If requested, each specialisation of Spectrain's kernels is compiled once.
+Without a GPU, PyTorch chooses different attention kernels, and its builds without CUDA run a norm
+as five operations. Launches of Spectrain's Triton kernels and liger-kernel's loss kernels are
+recorded. If requested, each specialisation of Spectrain's kernels is compiled once.
 """
 
 import importlib
@@ -140,7 +140,7 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     A fused function reads its arguments once and writes its results once. The function's backward
     pass reads the saved arguments and the gradients of the results, and writes the gradients of the
     arguments. Gains are among these arguments, because inductor reduces over rows and over columns
-    in the same kernel. The backward pass reads the tensors returned by `read_again` twice.
+    in the same kernel. The backward pass reads the tensors from `read_again` a second time.
     """
 
     class Fused(torch.autograd.Function):
@@ -281,7 +281,8 @@ def install_triton(trace: Trace, *, compiled: bool) -> None:
         for tensor in launch.read:
             if not tensor.is_cuda:
                 raise HostArgumentError(
-                    f"{launch.name} at {place()} expects device tensors, got one on {tensor.device}"
+                    f"{launch.name} at {place()} expects tensors on the device, got a tensor on "
+                    f"{tensor.device}"
                 )
         if compiled and launch.specialisation not in compiled_kinds:
             compiled_kinds.add(launch.specialisation)

@@ -1,4 +1,4 @@
-"""Compares collectives across all ranks. A run hangs if collectives or their order differ between
+"""Compare collectives across all ranks. A run hangs if collectives or their order differ between
 ranks.
 
 Within a group, the calls of all ranks must have the same operation, dtype and size, in the same
@@ -21,8 +21,8 @@ OTHER_SIDE = {"send": "receive", "receive": "send"}
 
 
 def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return one message about the first mismatch in each group, and one about that between each
-    pair of ranks. If there are no mismatches, return messages about deadlocks."""
+    """Return messages about the first mismatch in each group and between each pair of ranks. If
+    there are no mismatches, return messages about deadlocks."""
     sentences: list[str] = []
     for channel, members in channels(calls).items():
         sentences += _of_group(channel, members, calls)
@@ -166,7 +166,7 @@ def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]
 
 
 def _described(call: Call | None) -> str:
-    """Format those fields of a call that must be equal on all ranks."""
+    """Format the fields of a call that must be equal on all ranks."""
     if call is None:
         return "nothing"
     return " ".join(filter(None, (f"{call.kind} of {call.numel} {call.dtype}", call.detail)))

@@ -1,4 +1,4 @@
-"""Creates the simulated device of a rehearsal process on import.
+"""Create the simulated device of a rehearsal process on import.
 
 The device must exist before torch is imported. Each fork of the process rehearses one rank.
 """

@@ -129,9 +129,8 @@ class RehearsedGroup(ProcessGroup):
         return dist.get_backend(self) == "nccl"
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return how many elements of `tensor` are sent to, or received from, each rank. `rows`
-        states how many rows of `tensor` these are. If `rows` is empty, elements are split
-        evenly."""
+        """Return the number of elements of `tensor` sent to, or received from, each rank. `rows` is
+        the number of rows of `tensor` for each rank; if it is empty, elements are split evenly."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         if sum(rows) != tensor.shape[0]:

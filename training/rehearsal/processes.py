@@ -1,4 +1,4 @@
-"""Runs rehearsals in parallel, each in its own process.
+"""Run rehearsals in parallel, each in its own process.
 
 The processes are forked from multiprocessing's fork server, which imports all modules once.
 """
@@ -72,8 +72,8 @@ def performed(jobs: Sequence[bytes], max_processes: int | None = None) -> list[b
 
 
 def places(paths: Sequence[Path]) -> str:
-    """Return a text on how many of the jobs have written their report to `paths`, and on the
-    progress of the other jobs."""
+    """Return the number of jobs that have written their report to `paths`, and the progress of the
+    other jobs, as text."""
     done = sum(path.exists() for path in paths)
     here = [path.with_suffix(".at") for path in paths if not path.exists()]
     texts = [path.read_text(encoding="utf-8") for path in here if path.exists()]

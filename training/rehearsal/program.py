@@ -1,4 +1,4 @@
-"""Locates the source lines of events in the rehearsed program, and patches its functions."""
+"""Locate the source lines of events in the rehearsed program, and patch its functions."""
 
 import sys
 from functools import cache

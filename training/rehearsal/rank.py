@@ -1,4 +1,4 @@
-"""Rehearses one rank in this process, which cannot be used for anything else afterwards.
+"""Rehearse one rank in this process, which cannot be used for anything else afterwards.
 
 The rehearsal runs the config for a few steps. The last step includes all periodic work.
 """

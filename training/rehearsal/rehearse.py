@@ -1,4 +1,4 @@
-"""Runs a rehearsal: from the config to a report, as text and JSON, on all rehearsed ranks."""
+"""Run a rehearsal of one or more ranks, from the config to a report as text and JSON."""
 
 import argparse
 import json

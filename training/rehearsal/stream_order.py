@@ -1,4 +1,4 @@
-"""Detects unordered memory accesses across streams.
+"""Detect unordered memory accesses across streams.
 
 Each stream has a vector clock. The vector clock of a stream S stores, for every stream, the last
 access that is known to complete before the next work on S. An event passes the clock of the
@@ -43,7 +43,7 @@ class Access:
 @dataclass
 class Memory:
     """State of one storage: the stream that allocated it, and the accesses to its parts. An access
-    whose bytes a later access covers is dropped."""
+    is dropped once a later access covers all of its bytes."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)

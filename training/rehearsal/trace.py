@@ -1,4 +1,4 @@
-"""Counts a rank's launches, collectives and host syncs in each part of a run."""
+"""Count a rank's launches, collectives and host syncs in each part of a run."""
 
 import itertools
 import weakref

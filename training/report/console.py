@@ -84,8 +84,8 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
 def console_line(
     metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
 ) -> str:
-    """Format a line with the step and those of loss, lr, grad norm, tokens/s, ms, MFU and ETA that
-    are known."""
+    """Format a line with the step and all known values among loss, lr, grad norm, tokens/s, ms, MFU
+    and ETA."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for name, form in _CONSOLE:

@@ -32,7 +32,7 @@ class Tracker(Protocol):
 class WandbTracker:
     """Logs to Weights & Biases under the run id. A resumed run keeps its id.
 
-    The step is logged as a metric of its own, `progress/step`: a run resumed from a checkpoint
+    The step is logged as a separate metric, `progress/step`: a run resumed from a checkpoint
     repeats some steps, but wandb rejects a step that is lower than the last one. An offline run
     writes a new folder at each start. Because a later folder replaces the earlier ones in `wandb
     sync`, each folder also contains all earlier steps.
@@ -67,7 +67,7 @@ class WandbTracker:
                 self.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Log those metrics of `step` that are not None."""
+        """Log the metrics of `step` that are not None."""
         logged = {name: value for name, value in metrics.items() if value is not None}
         self.run.log({**logged, "progress/step": step})
 
@@ -80,7 +80,7 @@ def tag(name: str) -> str:
     """Return the TensorBoard name of a metric: `monitor_rms/mlp` for `monitor/rms/mlp`.
 
     TensorBoard groups metrics by the first part of their names. Most metrics come from monitors, so
-    each monitor metric gets a group of its own.
+    each monitor metric gets its own group.
     """
     return re.sub(r"^monitor/(?=[^/]+/)", "monitor_", name)
 
@@ -98,7 +98,7 @@ class TensorBoardTracker:
         self.writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Log those metrics of `step` that are numbers or text."""
+        """Log the metrics of `step` that are numbers or text."""
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(tag(name), value, step)
@@ -111,7 +111,7 @@ class TensorBoardTracker:
 
 
 class Trackers:
-    """Those trackers enabled in the config that have not failed.
+    """The trackers that are enabled in the config and have not failed.
 
     Attributes:
         dropped: warnings about dropped trackers.
