@@ -17,7 +17,7 @@ def output_of(
     code: int = 0,
 ) -> str:
     """Run a command that must exit with `code`. Return its output and, if `code` is not 0, its
-    errors. `variables` are its environment."""
+    errors. `variables` is the environment of the command."""
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + (done.stderr if code else "")

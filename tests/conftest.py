@@ -1,4 +1,4 @@
-"""Settings for all tests: one thread, fixed seeds, no downloads, no state carried over."""
+"""Settings for all tests: one thread, fixed seeds, no downloads, no state shared between tests."""
 
 import functools
 import gc
@@ -46,7 +46,8 @@ VISIBLE = {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
 IMPORTED = pytest.StashKey[int]()
 """Number of modules imported when objects were last excluded from garbage collection."""
 TOGETHER = ("tests/distributed/", "tests/rehearsal/")
-"""Folders whose files run on the same worker, because the fork server takes seconds to start."""
+"""Folders whose test files run on the same worker, because the fork server takes seconds to start.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -169,7 +170,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_memory_is_zero() -> Iterator[None]:
-    """Fill uninitialized tensors with NaN, which they might contain."""
+    """Fill uninitialized tensors with NaN, because they might contain any value."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

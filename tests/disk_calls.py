@@ -43,7 +43,7 @@ class DiskCalls:
 
     def lost(self, target: Path) -> Iterator[str]:
         """Yield what a crash after the rename to `target` could lose: files that were not synced
-        before it, and the name itself unless the next call in its folder syncs the folder."""
+        before the rename, and the new name unless the next call in its folder syncs the folder."""
         lines, folder = [line.replace("wait ", "sync ") for line in self.lines()], target.parent
         renamed = max(i for i, line in enumerate(lines) if line.endswith(f" {target}"))
         source = Path(lines[renamed].split()[1])

@@ -1,4 +1,5 @@
-"""A failing disk: builds the library in failing_disk.c, and runs pretrain.py with it preloaded."""
+"""Simulate a failing disk: build the library in failing_disk.c, and run pretrain.py with it
+preloaded."""
 
 import os
 import resource
@@ -25,7 +26,7 @@ def compiler() -> str | None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Limit this process's files to `size` bytes within a context."""
+    """Context manager that limits the files of this process to `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -55,7 +56,7 @@ class Fault:
 
 
 class FailingDisk:
-    """Executes runs in folders below `folder`/runs, where calls fail."""
+    """Executes runs in subfolders of `folder`/runs, in which calls fail."""
 
     def __init__(self, folder: Path) -> None:
         self.runs = folder / "runs"

@@ -38,7 +38,7 @@ class Worker:
     def run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
         """Run pretrain.py with its output in `log`. Return the exit code and the CPU seconds.
 
-        Raises RuntimeError if the worker has died; its stderr has the reason.
+        Raises RuntimeError if the worker has died. The worker's stderr contains the reason.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {"arguments": list(arguments), "log": str(log)}

@@ -21,7 +21,8 @@ from tests.run_results import metrics_of, same_state, state_of
 RANKS = 2
 CONFIG = "configs/tiny_sso.yaml"
 PATIENCE = 500.0
-"""Time limit in seconds for any operation: less than the 600 that surviving ranks would wait."""
+"""Time limit for any operation, in seconds. It is below the 600 seconds that surviving ranks would
+wait."""
 
 
 SMALL = [

@@ -52,8 +52,8 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def held_and_peak_bytes(call: Callable[[], object], times: int) -> list[tuple[int, int]]:
-    """Run several calls. For each one, return the bytes of live tensors created since the first
-    call began, after the call and at its peak."""
+    """Call `call` several times. For each call, return the bytes of live tensors created since the
+    first call began, after the call and at the peak during the call."""
     found = []
     with _Watch() as watch:
         for _ in range(times):

@@ -32,7 +32,8 @@ FAST = (
     "moe_8b_a1b_muon",
     "deepseek16b_sso",
 )
-"""Recipes used in the fast tests, which cover every model family, rule and extra once."""
+"""Recipes used in the fast tests. They cover every model family, every rule, PC layers and the Gram
+penalty."""
 
 
 def recipe(name: str, *overrides: str) -> Config:
@@ -41,7 +42,7 @@ def recipe(name: str, *overrides: str) -> Config:
 
 
 def every_recipe(pattern: str = "*") -> list[Any]:
-    """Return a parameter for each recipe whose name matches. Those not in `FAST` are slow."""
+    """Return a parameter for each recipe whose name matches. Recipes not in `FAST` are slow."""
     names = sorted(path.stem for path in (ROOT / "configs").glob(f"{pattern}.yaml"))
     return slow_but(FAST, names)
 
@@ -52,7 +53,8 @@ LARGEST = {
     "llama271m": "llama1b",
     **{f"qwen3_width{width}": "qwen3_1.7b" for width in (256, 512, 1024, 2048)},
 }
-"""Models that only differ from a larger one in size, so their scaled-down recipes are the same."""
+"""Models that differ from a larger model only in size, so that their scaled-down recipes are the
+same."""
 UNLIKE_LARGE = ("tiny_annealed_sso", "tiny_documents_muon", "tiny_gemma2_sso", "tiny_sso")
 """Tiny recipes that are not just a float32 version of a large recipe, plus one that is."""
 NUMBER = re.compile(r" \S+=[0-9.e-]+(?= |$)")
@@ -84,8 +86,8 @@ def recipes() -> dict[str, list[str]]:
 def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parallel: int) -> Config:
     """Return a scaled-down recipe that trains on the tokens in `folder` with the layout `parallel`.
 
-    `overrides` apply to the recipe, except for sizes, tasks and profile. Precision, rules and their
-    settings, PC layers, penalty, clipping, storage and learning rates are those of the recipe.
+    `overrides` apply to the recipe, except for sizes, tasks and profile. The recipe's precision,
+    rules and their settings, PC layers, penalty, clipping, storage and learning rates are kept.
     """
     path = ROOT / "configs" / f"{name}.yaml"
     full = load_config(path, overrides)

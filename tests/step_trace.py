@@ -27,7 +27,7 @@ VALUES = (
     "unique",
     "equal.default",
 )
-"""Operations whose result, or its shape, is needed on the host."""
+"""Operations whose result, or the shape of the result, is needed on the host."""
 
 _META = torch.library.Library("aten", "IMPL")
 """PyTorch has a meta kernel for fused AdamW with a float learning rate, but not with a tensor."""

@@ -141,7 +141,7 @@ def table() -> str:
 
 
 def column(family: str) -> str:
-    """Return a column header: the family, and others with the same layers."""
+    """Return a column header: the family, and other families with the same layers."""
     same = [name for name, other in ALL.items() if other.same_layers_as == family]
     return ", ".join([family, *same])
 

@@ -1,4 +1,4 @@
-"""Write small text files in all formats and tokenizers, and read prepared sets."""
+"""Write tokenizers and small text files in all formats, and read prepared sets."""
 
 import json
 import struct

@@ -23,7 +23,7 @@ HEAD = 16
 
 
 class Host:
-    """A CPU that has the GPU properties read by torchtitan."""
+    """A CPU device with the GPU properties that torchtitan reads."""
 
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)

@@ -37,7 +37,8 @@ KINDS = [*((rule, pc) for rule in SHORT for pc in ("none", "materialized")), ("m
 def built(
     world: Groups, rule: str, pc: str, *, recorded: bool = True
 ) -> tuple[ParallelModel, Update]:
-    """Return a tiny model and its update. The model is in bfloat16, so that masters are copies."""
+    """Return a tiny model and its update. The model is in bfloat16, so that the master weights are
+    separate copies."""
     group = GroupConfig(rule=rule, lr=0.02, weight_decay=0.1)
     rules = RulesConfig(**{name: RULES[name](**each) for name, each in SHORT.items()})
     config = OptimizerConfig(matrix=group, embedding=ADAMW, head=ADAMW, scalar=ADAMW, rules=rules)
@@ -54,7 +55,7 @@ def built(
 
 
 OPTIMIZERS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
-"""The library's optimizers, for tests with a CUDA graph."""
+"""The library's optimizers, for the CUDA graph tests."""
 
 
 def library_optimizer(

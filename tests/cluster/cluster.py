@@ -13,7 +13,7 @@ COMMANDS = {
 }  # fmt: skip
 """Debian package of every command that SLURM needs."""
 NODE_TIMEOUT, KILL_WAIT = 20, 60
-"""Seconds until SLURM gives up a silent node, and until it kills jobs that ignore SIGTERM."""
+"""Seconds until SLURM gives up on a silent node, and until it kills jobs that ignore SIGTERM."""
 
 SLURM_CONF = """
 ClusterName=tests
@@ -48,12 +48,12 @@ munged --force --key-file="$2/munge.key" --log-file="$2/$1.munge.log" \
 
 
 def missing() -> str:
-    """Return the reason why a cluster is impossible here, or '' if it is possible."""
+    """Return the reason why this machine cannot run a cluster, or '' if it can."""
     return network.missing(COMMANDS)
 
 
 class Cluster(Network):
-    """A context with a running cluster; jobs are submitted from its controller, the head."""
+    """Context manager that runs a cluster. Jobs are submitted from its controller, the head."""
 
     def start(self) -> None:
         """Start the controller and the nodes."""
@@ -91,24 +91,24 @@ class Cluster(Network):
         self.nodes[name].check("bash", "-euc", MUNGE, "_", name, str(self.folder))
 
     def node_state(self, name: str) -> str:
-        """Return SLURM's state of a node: idle, allocated, down*, ..."""
+        """Return a node's state in SLURM: idle, allocated, down*, ..."""
         return self.head.run("sinfo", "--noheader", "--nodes", name, "--format=%T").stdout.strip()
 
     def submit(
         self, folder: Path, *script: str, options: Sequence[str] = (), **variables: str
     ) -> int:
-        """Submit a batch script with its arguments from a folder, and return the job's number."""
+        """Submit a batch script with its arguments from a folder, and return the job id."""
         said = self.head.check("sbatch", *options, *script, folder=folder, **variables)
         (number,) = re.findall(r"Submitted batch job (\d+)", said)
         return int(number)
 
     def job(self, number: int) -> dict[str, str]:
-        """Return SLURM's facts about a job, such as JobState, Restarts and ExitCode."""
+        """Return a job's fields in SLURM, such as JobState, Restarts and ExitCode."""
         text = self.head.check("scontrol", "show", "job", str(number))
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def until_ended(self, number: int, seconds: float = 300) -> dict[str, str]:
-        """Wait until a job is over and its nodes are free, and return its facts."""
+        """Wait until a job has ended and its nodes are free, and return its fields."""
         going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
         until(lambda: self.job(number)["JobState"] not in going, f"end of job {number}", seconds)
         return self.job(number)

@@ -1,4 +1,4 @@
-"""Fixtures of this folder: the cluster, and the clone that tests run in."""
+"""Fixtures: the cluster, and the clone in which the tests run."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.commands import copy_repository
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A SLURM cluster of two nodes; skips if it is impossible."""
+    """A SLURM cluster of two nodes. If this machine cannot run one, the tests are skipped."""
     if reason := missing():
         pytest.skip(reason)
     with Cluster() as made:

@@ -24,7 +24,7 @@ HEAD, NODES = "head", ("node1", "node2")
 ADDRESSES = {HEAD: "10.77.0.1", "node1": "10.77.0.2", "node2": "10.77.0.3"}
 BRIDGE = "bridge"
 REAPER = "while :; do sleep 3600 & wait; done"
-"""The first process of a node: a shell, as shells reap orphaned processes."""
+"""The first process of a node: a shell, because shells reap orphaned processes."""
 
 SET_UP = """
 hostname "$1"
@@ -36,8 +36,8 @@ mount --bind "$2/hosts" /etc/hosts
 
 
 def missing(more: Mapping[str, str] | None = None) -> str:
-    """Return the reason why nodes are impossible here, or '' if they are possible; `more` are
-    further required commands."""
+    """Return the reason why this machine cannot run nodes, or '' if it can. `more` lists other
+    required commands."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "nodes in namespaces need Linux and root"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -65,7 +65,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 300) -> flo
 
 
 class Node:
-    """A set of namespaces, with `process` outside of it and `first` as its first process."""
+    """A set of namespaces, started by `process` from outside; `first` is its first process."""
 
     def __init__(self, name: str, folder: Path) -> None:
         """Create the namespaces, which end with the process that creates them.
@@ -130,7 +130,7 @@ class Node:
         return done.stdout
 
     def processes(self, words: str) -> list[int]:
-        """Return the node's ids of processes whose command line contains `words`."""
+        """Return the ids of the node's processes whose command line contains `words`."""
         found = self.run("pgrep", "--full", "--", words).stdout.split()
         return [int(word) for word in found]
 
@@ -143,7 +143,7 @@ class Node:
 
 
 class Network:
-    """A context with nodes on one bridge, which is on a separate node, the head."""
+    """Context manager for nodes connected by a bridge, which is on a separate node, the head."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
@@ -200,7 +200,8 @@ class Network:
         node.check("ip", "link", "set", "eth0", "up")
 
     def switch_off(self, name: str) -> None:
-        """Cut a node's power: its link ends before its processes can report their end."""
+        """Switch off a node. Its link is cut first, so that its processes cannot report that they
+        end."""
         self.cut(name)
         self.nodes.pop(name).end()
         # The node's end of the link disappears only after a while.
@@ -211,7 +212,7 @@ class Network:
         self.head.check("ip", "link", "set", name, "down")
 
     def mend(self, name: str) -> None:
-        """Mend the link of a node."""
+        """Restore the link of a node."""
         self.head.check("ip", "link", "set", name, "up")
 
     def stop(self) -> None:

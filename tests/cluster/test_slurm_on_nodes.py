@@ -1,6 +1,6 @@
-"""Jobs of scripts/slurm/pretrain.sbatch on a SLURM cluster of two nodes, with disturbances.
+"""Jobs of scripts/slurm/pretrain.sbatch on a SLURM cluster of two nodes that fail at times.
 
-All jobs but two train the same run: after any disturbance it must end like the undisturbed run.
+All jobs but two train the same run. After any failure, it must end like the undisturbed run.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from training.checkpoint.checkpoints import steps as saved_steps
 
 STEPS, INTERVAL = 120, 10
 TIMEOUT = 60
-"""Seconds for which a rank waits for another rank."""
+"""Seconds that a rank waits for another rank."""
 RUN = [
     *SMALL, "run.device=cpu", f"checkpoint.interval={INTERVAL}", f"train.steps={STEPS}",
     f"parallel.timeout_seconds={TIMEOUT}",
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 class Jobs:
-    """Submits runs from a clone, in run folders named after the jobs."""
+    """Submits jobs from a clone. Each run folder is named after its job."""
 
     def __init__(self, cluster: Cluster, clone: Path) -> None:
         self.cluster, self.clone = cluster, clone
 
     def submit(self, name: str, *more: str, limit: str = "60", **variables: str) -> int:
-        """Submit a run as in the README, for nodes with one GPU and little time."""
+        """Submit a short run as in the README, for nodes with one GPU."""
         script = ["scripts/slurm/pretrain.sbatch", "configs/tiny_sso.yaml", *RUN]
         options = [f"--job-name={name}", "--gpus-per-node=1", "--cpus-per-task=1"]
         options += [f"--time={limit}"]
@@ -50,7 +50,7 @@ class Jobs:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def until_steps(self, name: str, steps: int) -> float:
-        """Wait until a run has taken more than `steps` steps, and return the seconds."""
+        """Wait until a run has taken more than `steps` steps, and return the elapsed seconds."""
         return until(lambda: last_step(self.folder(name)) > steps, f"step {steps + 1} of {name}")
 
     def until_saved(self, name: str) -> None:
@@ -58,20 +58,21 @@ class Jobs:
         until(lambda: bool(saved_steps(self.folder(name))), f"a checkpoint of {name}")
 
     def rank_of(self, node: str) -> int:
-        """Return the id of the rank on a node; its children have the same command line."""
+        """Return the process id of the rank on a node. Its child processes have the same command
+        line."""
         return min(self.cluster.nodes[node].processes(RANK))
 
 
 @pytest.fixture
 def jobs(cluster: Cluster, clone: Path) -> Iterator[Jobs]:
-    """Submits jobs; afterwards cancels all and restores all nodes."""
+    """Submits jobs. After the test, all jobs are cancelled and all nodes are restored."""
     yield Jobs(cluster, clone)
     cluster.cancel_all()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, clone: Path) -> tuple[Jobs, int]:
-    """The first, undisturbed job of a fresh clone, and its number."""
+    """The first job of a fresh clone, which runs undisturbed, and its job id."""
     jobs = Jobs(cluster, clone)
     assert not any((clone / name).exists() for name in ("runs", "logs", "data"))
     number = jobs.submit("undisturbed")

@@ -1,4 +1,4 @@
-"""A study as a SLURM array: its tasks share the runs, and the result equals the result of one
+"""A study as a SLURM array: its tasks divide the runs, and the result is the same as in one
 process."""
 
 import json

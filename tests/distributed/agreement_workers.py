@@ -1,4 +1,4 @@
-"""Functions that the ranks run in the tests of agreement."""
+"""Functions that the ranks run in the agreement tests."""
 
 import os
 import time
@@ -19,8 +19,8 @@ from training.step import StepResult, Trainer
 
 
 def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
-    """Return the exit code of pretrain.py with this rank's overrides, and its errors. Other ranks
-    wait only briefly for this rank, as no torchrun stops them."""
+    """Return the exit code and the errors of pretrain.py with this rank's overrides. Other ranks
+    wait only briefly for this rank, because no torchrun stops them."""
     said = StringIO()
     mine = overrides[int(os.environ["RANK"])]
     with redirect_stderr(said), patch.object(command_line, "PATIENCE", 0.5):
@@ -29,13 +29,13 @@ def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
 
 
 def each_started(config: str, overrides: list[list[list[str]]]) -> list[tuple[int, str]]:
-    """Return the results of `started` with each of several overrides."""
+    """Return the result of `started` for each entry of `overrides`."""
     return [started(config, each) for each in overrides]
 
 
 def on_own_data(config: str, folders: list[str], name: str) -> list[tuple[int, str]]:
-    """Return the result of `started` in each folder, with the token set `name` under a different
-    path on each rank, without verification."""
+    """Return the result of `started` in each folder. Each rank reads its own copy of the token set
+    `name`, without verification."""
     said = []
     for folder in folders:
         os.chdir(f"{folder}/{os.environ['RANK']}")
@@ -52,8 +52,8 @@ def ended(config: str, overrides: list[list[str]]) -> None:
 
 
 def with_a_hanging_rank(folder: str) -> str:
-    """Return this rank's messages if rank 1 of 3 hangs after the second step until the others have
-    ended."""
+    """Return this rank's messages from a run in which rank 1 of 3 hangs after the second step until
+    the other ranks have exited."""
     groups = process_groups.initialize(timeout_seconds=60)
     config = read_config(folder, log__interval=1, train__global_batch=6)
     ended = [Path(folder) / f"ended {rank}" for rank in (0, 2)]
@@ -72,7 +72,8 @@ def with_a_hanging_rank(folder: str) -> str:
 
 
 def with_a_failing_rank(config: str) -> tuple[int, str]:
-    """Return the result of `started` if rank 1 raises in its second step."""
+    """Return the result of `started` for a run in which rank 1 raises an error in its second
+    step."""
     real = Trainer.step
 
     def step(trainer: Trainer, index: int) -> StepResult:

@@ -1,4 +1,4 @@
-"""Functions that the ranks run in the tests of documents."""
+"""Functions that the ranks run in the tests of document masking."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +21,7 @@ from tests.tiny_families import SHAPE, model_of
 
 LENGTH = 16
 DOCUMENTS = [[1, 5, 10], [1] * LENGTH, [LENGTH], [7, 1, 8]]
-"""Lengths of the documents of each sequence."""
+"""Lengths of the documents in each sequence."""
 
 
 def firsts() -> Tensor:
@@ -34,12 +34,12 @@ def firsts() -> Tensor:
 
 
 def starts_of(lengths: list[int]) -> list[int]:
-    """Return the starts of documents of these lengths."""
+    """Return the start positions of documents with these lengths."""
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 def weights_of(model: ParallelModel, vocabulary: int) -> Tensor:
-    """Return the weights of all logits in the loss `[sequences, LENGTH, vocabulary]`."""
+    """Return the weight of each logit in the loss, `[sequences, LENGTH, vocabulary]`."""
     generator = torch.Generator().manual_seed(1)
     shape = len(DOCUMENTS), LENGTH, vocabulary
     return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -48,8 +48,8 @@ def weights_of(model: ParallelModel, vocabulary: int) -> Tensor:
 def results(
     layout: dict[str, int], models: dict[str, dict[str, Any]], *, packed: bool, **options: Any
 ) -> dict[str, dict[str, Any]]:
-    """Return logits and gradients of every model for documents that share sequences (`packed`) or,
-    in one process, for separate documents."""
+    """Return the logits and gradients of every model, for documents packed into shared sequences
+    (`packed`) or, in one process, for separate documents."""
     groups = start(layout)
     run = of_packed if packed else of_each
     found = {
@@ -62,7 +62,7 @@ def results(
 def build(
     name: str, settings: dict[str, Any], groups: Groups, options: dict[str, Any]
 ) -> ParallelModel:
-    """Build the model of some settings, with PC layers if its name contains them."""
+    """Build a model with the given settings, and with PC layers if its name contains "PC"."""
     if "PC" in name:
         options = options | {"pc": PCConfig(level=2, evaluator="in_graph")}
     config = model_of({**SHAPE, **settings})
@@ -71,12 +71,12 @@ def build(
 
 
 def weighted_sum(batch: Batch) -> LossFunction:
-    """Return the weighted sum of logits as the loss, and the logits."""
+    """Return a loss function that returns the weighted sum of the logits, and the logits."""
     return lambda logits: ((logits * batch["weights"]).sum(), {"logits": logits.detach().clone()})
 
 
 def of_packed(model: ParallelModel, groups: Groups) -> dict[str, Any]:
-    """Return the results for documents that share sequences."""
+    """Return the results for documents packed into shared sequences."""
     place = {"rank": groups.context.rank, "size": groups.context.size}
     tensor, data = groups.tensor, groups.data
 

@@ -1,4 +1,4 @@
-"""Functions that the ranks run in the export tests: a short training."""
+"""Functions that the ranks run in the export tests: a short training run."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ LENGTH, VOCABULARY = 32, 120
 
 
 def saved_run(folder: str, keys: dict[str, Any]) -> Tensor:
-    """Train with config keys for three steps and save the run to `folder`/saved.
+    """Train for three steps with the given config keys, and save the run to `folder`/saved.
 
     Returns the losses of the last tokens, `[4, s]`, from the trained model on its layout.
     """

@@ -1,9 +1,9 @@
-"""Kills a save, lets it fail once, or fills the disk, at every access of the save to the disk, or
-makes a folder of the run read-only.
+"""Kill a save, let it fail once or fill the disk, at each disk access of the save, or make a folder
+of the run read-only.
 
-For every fault a process without process groups is forked: the fork continues a run from its
-checkpoint of step 2, and the fault occurs while it saves step 3. A second fork continues the run to
-step 4.
+For every fault, a process without process groups is forked. The fork resumes a run from its
+checkpoint at step 2, and the fault occurs while it saves step 3. A second fork resumes the run and
+trains to step 4.
 """
 
 import errno
@@ -38,7 +38,7 @@ SETTINGS = [
     "validation.interval=1",
 ]
 STRIDES = {"kill": 1, "error once": 2, "full disk": 4}
-"""Actions, and the interval of the points at which they are tested."""
+"""Maps each action to the interval between the points at which it is tested."""
 ENTRIES = 8  # number of a file's tensors per point
 
 ERRORS = {"full disk": errno.ENOSPC, "read-only": errno.EROFS}
@@ -47,8 +47,8 @@ ONCE = {"error once": errno.EIO}
 
 @dataclass(frozen=True)
 class Fault:
-    """The action at the `point`-th access of the trainer or its writer to the disk; actions in
-    `ERRORS` continue from then on."""
+    """An action at the `point`-th disk access of the trainer or its writer. Actions in `ERRORS`
+    apply to all later accesses, too."""
 
     process: str
     point: int
@@ -56,7 +56,8 @@ class Fault:
 
 
 class Disk:
-    """Counts accesses of this process and its writer to a folder, and acts at a fault's point."""
+    """Counts how often this process and its writer access a folder, and triggers the fault at its
+    point."""
 
     def __init__(self, place: Path, fault: Fault | None) -> None:
         self.place = str(place)
@@ -84,7 +85,7 @@ class Disk:
 
     def meets(self, process: str) -> bool:
         """Return whether the fault happens now. A second writer starts at the trainer's count, so a
-        single fault leaves a marker file."""
+        fault that happens only once leaves a marker file."""
         fault = self.fault
         assert fault is not None
         past = process == fault.process and self.counts[process] >= fault.point
@@ -108,7 +109,7 @@ class Disk:
             self.touch()
 
     def fsync(self, descriptor: int) -> None:
-        """Count a point before something is synced to the disk."""
+        """Count one point before each sync to the disk."""
         self.touch()
         self._fsync(descriptor)
 
@@ -121,7 +122,8 @@ class Disk:
 
 
 def forked(call: Callable[[], int], output: Path) -> int:
-    """Run `call` in a fork and return its exit code, or minus the number of the killing signal."""
+    """Run `call` in a fork and return its exit code, or minus the signal number if a signal killed
+    it."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -150,7 +152,7 @@ class Runs:
     def start(
         self, name: str, step: int, fault: Fault | None = None, watched: str | None = None
     ) -> Any:
-        """Start the run `name` in a fork, up to `step`; return its exit code and output.
+        """Start the run `name` in a fork and train up to `step`. Return its exit code and output.
 
         watched    subfolder of the run in which the fault may happen
         """
@@ -166,7 +168,7 @@ class Runs:
         return forked(run, output), output.read_text()
 
     def points(self) -> dict[str, int]:
-        """Return the number of points of a save in each process."""
+        """Return the number of points that a save passes in each process."""
         shutil.copytree(self.folder / "good", self.folder / "counted")
         code, said = self.start("counted", FAULTY, None, "checkpoints")
         assert code == 0, said
@@ -174,7 +176,7 @@ class Runs:
         return {name: int(Path(f"{place}.{name}").read_text()) for name in ("trainer", "writer")}
 
     def meet(self, fault: Fault, name: str) -> dict[str, Any]:
-        """Let the fault happen in the run `name`, start it again, and report the outcome."""
+        """Trigger the fault in the run `name`, start the run again, and report the outcome."""
         self.copy_good(name)
         code, said = self.start(name, FAULTY, fault, "checkpoints")
         expected = None if fault.action in ERRORS else 0
@@ -183,23 +185,23 @@ class Runs:
         return {"fault": vars(fault), **self.verdict(name, code, said, expected)}
 
     def read_only(self, place: str, expected: int) -> dict[str, Any]:
-        """Start a run with a folder that cannot be written, and report the outcome."""
+        """Start a run with a read-only folder, and report the outcome."""
         self.copy_good("read-only")
         fault = Fault("trainer", 1, "read-only")
         code, said = self.start("read-only", FAULTY, fault, place)
         return {"place": place, **self.verdict("read-only", code, said, expected)}
 
     def copy_good(self, name: str) -> None:
-        """Reset the run `name` to a copy without faults."""
+        """Replace the run `name` with a copy of the run without faults."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         shutil.copytree(self.folder / "good", self.folder / name)
 
     def verdict(self, name: str, code: int, said: str, expected: int | None) -> dict[str, Any]:
-        """Return the output of a faulty start of `name`, the step of the next start, and the
-        problems.
+        """Return the output of a start of `name` with a fault, the step at which the next start
+        resumes, and the problems found.
 
-        `expected` is the required exit code of the faulty start, None if it may vary: 2 if the
-        attempt to write before training failed, else 0 or 1.
+        `expected` is the required exit code of the start with a fault. None allows 2 if the attempt
+        to write before training failed, else 0 or 1.
         """
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         again, continued = self.start(name, END)
@@ -236,7 +238,7 @@ class Runs:
 def report(folder: str, stride: int, workers: int = 2) -> dict[str, Any]:
     """Test every `stride`-th point in several processes in parallel.
 
-    Returns the number of points, and the outcomes of all faults and of read-only folders.
+    Returns the number of points, and the outcomes of all faults and of all read-only folders.
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
         del os.environ[name]  # one process per run

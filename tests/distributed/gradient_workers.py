@@ -21,7 +21,8 @@ SAMPLES, LENGTH = 4, 16
 def losses_and_gradients(
     layout: dict[str, int], models: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return mean loss, float64 gradients and load of experts of one step, for every model."""
+    """Return the mean loss, the float64 gradients and the expert loads of one step for every
+    model."""
     groups = start(layout)
     results = {name: one_step(model, groups) for name, model in models.items()}
     process_groups.shutdown()
@@ -29,8 +30,8 @@ def losses_and_gradients(
 
 
 def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    """Return the mean loss over the batch, gradients of this rank's whole units, the norm of all
-    gradients, and each expert's tokens and bias by layer."""
+    """Return the mean loss over the batch, the gradients of whole units on this rank, the norm of
+    all gradients, and each expert's token count and bias by layer."""
     config, assign = model_of({**SHAPE, **settings}), assign_matrices("adamw")
     model = parallel_model(config, groups, assign, sequence_length=LENGTH)
     batch = {

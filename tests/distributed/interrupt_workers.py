@@ -1,5 +1,5 @@
-"""Processes for the tests of Ctrl-C, without the imports of new programs: runs like `python
-pretrain.py`, and launchers of ranks."""
+"""Processes for the Ctrl-C tests that need no slow imports: runs as of `python pretrain.py`, and
+launchers of ranks."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from training.lifecycle.terminal import Interrupts
 
 
 def main(arguments: list[str], output: str) -> None:
-    """Run pretrain.py's command line in a separate session; `output`, which appears when Ctrl-C is
-    handled, receives both streams."""
+    """Run pretrain.py in a separate session with both streams in `output`. This file appears once
+    Ctrl-C is handled."""
     os.setsid()
     os.chdir(ROOT)
     interrupts = Interrupts()
@@ -23,7 +23,7 @@ def main(arguments: list[str], output: str) -> None:
 
 
 def launcher(arguments: list[str], output: str) -> None:
-    """Launch two ranks of Python with these arguments in a separate session, with both streams in
+    """Launch two Python ranks with these arguments in a separate session, with both streams in
     `output`."""
     os.setsid()
     os.chdir(ROOT)
@@ -33,13 +33,13 @@ def launcher(arguments: list[str], output: str) -> None:
 
 
 def heed() -> None:
-    """Reset signals that are ignored in the background of a shell or under nohup."""
+    """Reset the signals that a background process of a shell, or a process under nohup, ignores."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def write_to(output: str) -> None:
-    """Write both streams to a file."""
+    """Redirect stdout and stderr to a file."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

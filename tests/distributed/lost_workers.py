@@ -1,4 +1,4 @@
-"""Functions that the ranks run in the tests of lost ranks: one leaves, and the others call a
+"""Functions that the ranks run in the tests of lost ranks: one rank exits, and the others call a
 collective."""
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from tests.distributed.state_workers import started
 
 
 def left_alone() -> dict[str, str]:
-    """Return rank 0's error messages of collectives that rank 1, which has left, never calls; rank
-    1 returns nothing."""
+    """Return rank 0's error messages for collectives that rank 1 never calls, because it has
+    exited. Rank 1 returns nothing."""
     for _, groups in started([{}]):
         calls: dict[str, Callable[[], object]] = {
             "from_all": lambda: from_all("x"),
@@ -36,7 +36,7 @@ def left_alone() -> dict[str, str]:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """Return the message of the CollectiveError of a call."""
+    """Return the message of the CollectiveError that a call raises."""
     try:
         for _ in range(3):  # sending before the other rank has left raises no error
             call()

@@ -22,7 +22,7 @@ BATCH, LENGTH, VOCAB = 8, 16, 64
 
 
 def ten_steps(tensor: int) -> dict[str, Tensor]:
-    """Train a GPT for ten steps with SSO of the adapter; return its whole weights."""
+    """Train a GPT for ten steps with SSO through the adapter, and return its whole weights."""
     sys.modules["spectrain"] = importlib.import_module("spectral")
     sys.path.insert(0, str(ROOT / "examples" / "adapters"))
     adapter = importlib.import_module("megatron_registry")
@@ -76,7 +76,7 @@ def ten_steps(tensor: int) -> dict[str, Tensor]:
 
 
 def axis_of(parameter: Tensor) -> int | None:
-    """Return the axis along which ranks cut a parameter, or None."""
+    """Return the axis along which a parameter is split across ranks, or None."""
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
@@ -91,7 +91,7 @@ def whole(number: int, name: str, parameter: Tensor, size: int) -> Tensor:
 
 
 def part(value: Tensor, name: str, parameter: Tensor, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a parameter; for a gated layer a part of each half."""
+    """Return a rank's part of a parameter. For a gated layer, this is a part of each half."""
     axis = axis_of(parameter)
     if axis is None:
         return value
@@ -100,7 +100,7 @@ def part(value: Tensor, name: str, parameter: Tensor, rank: int, size: int) -> T
 
 
 def gathered(name: str, parameter: Tensor, size: int) -> Tensor:
-    """Return the whole parameter."""
+    """Gather the whole parameter from all ranks."""
     axis, own = axis_of(parameter), parameter.detach()
     if axis is None or size == 1:
         return own.clone()

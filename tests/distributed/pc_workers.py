@@ -43,7 +43,8 @@ def gradients(layouts: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
 
 
 def saved(folder: str, cases: dict[str, Case]) -> dict[str, list[float]]:
-    """Save each case's run in FOLDER/NAME after two steps; return the losses of the next steps."""
+    """Save each case's run in FOLDER/NAME after two steps, and return the losses of the next
+    steps."""
     found = {}
     for name, case in cases.items():
         for _, groups in started([case[0]]):
@@ -55,7 +56,7 @@ def saved(folder: str, cases: dict[str, Case]) -> dict[str, list[float]]:
 
 
 def loaded(folder: str, cases: list[tuple[str, Case]]) -> list[list[float] | str]:
-    """Load FOLDER/NAME in each case; return the losses of the next steps, or the refusal."""
+    """Load FOLDER/NAME in each case. Return the losses of the next steps, or the error message."""
     found: list[list[float] | str] = []
     for name, case in cases:
         for _, groups in started([case[0]]):
@@ -72,14 +73,15 @@ def loaded(folder: str, cases: list[tuple[str, Case]]) -> list[list[float] | str
 
 
 def steps(trainer: Trainer, first: int, last: int) -> list[float]:
-    """Return the losses of some steps."""
+    """Return the losses of steps `first` to `last` - 1."""
     return [trainer.step(step).loss.item() for step in range(first, last)]
 
 
 def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, Tensor]:
-    """Return float64 gradients of whole PC layers and their gammas, given the gradients of PC(W).
+    """Return the float64 gradients of whole PC layers and their gammas, given the gradients of
+    PC(W).
 
-    (The engine's loss is float32, so a whole backward pass is not float64.)
+    megatron-core's loss is float32, so a full backward pass would not be float64.
     """
     model, optimizer = preconditioned(groups, evaluator)
     if evaluator == "in_graph":
@@ -88,8 +90,8 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
 
 
 def unsound_owner(groups: process_groups.Groups) -> dict[str, tuple[bool, bool]]:
-    """Return whether each unit of each rank is finite and has changed after a step with NaN in the
-    owners' weights of `down`."""
+    """For each unit on this rank, return whether it is finite and whether it has changed after a
+    step in which the owners' weights of `down` contain NaN."""
     model, optimizer = preconditioned(groups, "materialized")
     views = {unit.name: unit.view(model.parameters[unit.parameter]) for unit in model.units}
     before = {name: view.clone() for name, view in views.items()}
@@ -113,8 +115,8 @@ def preconditioned(
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """Return a tiny model with PC layers in float64, and its optimizer.
 
-    A layer's k is one unit, which is not contiguous in the weight of q, k and v. Units of a stack
-    are mapped one at a time.
+    The k of a layer is one unit, which is not contiguous in the fused QKV weight. The units of a
+    stack are mapped one at a time.
     """
     materialized_pc.CHUNK_NUMEL = 1
     pc = PCConfig(level=4, blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
@@ -124,15 +126,16 @@ def preconditioned(
 
 
 def upstream(unit: Unit, groups: process_groups.Groups) -> Tensor:
-    """Return the gradient of this rank's piece of an effective weight, which depends only on
-    names."""
+    """Return the gradient of this rank's piece of an effective weight. It depends only on the
+    unit's name."""
     return unit.piece(named_gradient(unit, 0), groups.tensor.rank, groups.tensor.size)
 
 
 def materialized(
     model: ParallelModel, optimizer: DistributedOptimizer, groups: process_groups.Groups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole gradient of this rank's owned units and their gammas."""
+    """Yield the name and the whole gradient of each unit that this rank owns, and of the unit's
+    gamma."""
     for unit in model.units:
         gradient_of(model, unit).copy_(upstream(unit, groups))
     model.finish_gradients()
@@ -145,7 +148,8 @@ def materialized(
 
 
 def in_graph(model: ParallelModel, groups: process_groups.Groups) -> dict[str, Tensor]:
-    """Yield name and whole gradient of units with a piece on this rank, after the reduction."""
+    """Return the whole gradients, after the reduction, of all units with a piece on this rank, by
+    name."""
     loss = torch.zeros((), dtype=torch.float64)
     for effective in model.in_graph:
         out = effective(model.parameters[effective.units[0].parameter])

@@ -19,9 +19,9 @@ from scripts.preflight import (
 
 
 def with_faults(wrong: int, slow: int) -> tuple[list[str], list[str], dict[str, float], list[str]]:
-    """Copy memory on all ranks; one rank changes a number once and one is slower. Also return the
-    amount of every check of 3 MB, on one node and on several, and the ranks whose product is wrong
-    if it is inexact."""
+    """Copy memory on all ranks, where one rank changes a number once and one rank is slower. Also
+    return the amount of data in every check of 3 MB, on one node and on several nodes, and the
+    ranks with a wrong product if products are inexact."""
     device = start()
     check = copy_check(device, 1 << 12)
     rank, turns = dist.get_rank(), iter(range(1 + REPEATS))

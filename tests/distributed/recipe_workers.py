@@ -1,4 +1,4 @@
-"""Functions that the ranks run in the tests of recipes."""
+"""Functions that the ranks run in the recipe tests."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,8 @@ SAVED, ENDED = 24, 30
 
 
 def saved_and_resumed(folder: str, names: Sequence[str]) -> None:
-    """Train each recipe in FOLDER/NAME, first data-parallel, then continued tensor-parallel."""
+    """Train each recipe in FOLDER/NAME with data parallelism, then resume it with tensor
+    parallelism."""
     lasts = iter((SAVED, ENDED))
     for layout, groups in started([{}, {"tensor": 2}]):
         last = next(lasts)

@@ -36,9 +36,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def runs(folder: str, layouts: list[dict[str, int]], keys: dict[str, Any]) -> list[str]:
-    """Make the runs of `folder` and return this rank's own results.
-
-    These are its stacks during a hang, and its messages about differing copies.
+    """Make the runs in `folder`, and return this rank's stack traces during a hang and its messages
+    about differing copies.
 
     layouts that continue FOLDER/one from step 2 to step 4
     keys    of every run's config
@@ -55,8 +54,8 @@ def runs(folder: str, layouts: list[dict[str, int]], keys: dict[str, Any]) -> li
 
 
 def resumed_twice(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
-    """Train "FOLDER/resumed whole" in one start, and "FOLDER/resumed twice" in three, in bfloat16
-    and with PC layers; each rank's random numbers go on, too."""
+    """Train "FOLDER/resumed whole" in one start, and "FOLDER/resumed twice" in three starts, in
+    bfloat16 and with PC layers. Each rank's random number generator continues as well."""
     torch.manual_seed(groups.rank)
     random_state = torch.get_rng_state()
     name, more = "resumed", BF16 | {"pc__level": 2, "train__steps": 3}
@@ -71,9 +70,9 @@ def resumed_twice(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
 
 
 def other_layout(folder: str, groups: Groups, layout: dict[str, int], keys: dict[str, Any]) -> str:
-    """Continue the run of one process on a layout; return the result of `differing_copies`.
+    """Resume the run of one process on a layout, and return the result of `differing_copies`.
 
-    FOLDER/LAYOUT is the continued run, "FOLDER/LAYOUT loaded" the loaded state.
+    FOLDER/LAYOUT contains the resumed run, and "FOLDER/LAYOUT loaded" contains the loaded state.
     """
     place = f"{folder}/{label(layout)}"
     if groups.rank == 0:
@@ -92,7 +91,8 @@ def other_layout(folder: str, groups: Groups, layout: dict[str, int], keys: dict
 
 
 def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> str:
-    """Return the error after a load if a weight's copies on ranks 0 and 1 differ in a bit."""
+    """Return the error raised after a load in which the copies of a weight on ranks 0 and 1 differ
+    in one bit."""
     part = trainer.model.domains[0]
     copied = part.domain.replicas.size > 1
     shared = next(unit for unit in part.units if copied or unit.replicated)
@@ -115,9 +115,9 @@ def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> 
 
 
 def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
-    """Train FOLDER/whole in one start, and FOLDER/preempted in several, in bfloat16.
+    """Train FOLDER/whole in one start and FOLDER/preempted in several starts, in bfloat16.
 
-    A signal to either rank or a STOP file stops it at random.
+    A signal to either rank or a STOP file stops FOLDER/preempted at random steps.
     """
     more = {"train__steps": 8, "train__exit_step": 8, "validation__interval": 2}
     more |= BF16 | {"checkpoint__interval": 5}
@@ -132,7 +132,7 @@ def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
 
 
 def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
-    """Return why a start of the run stopped after one or two steps."""
+    """Start the run, stop it after one or two steps, and return the reason for the stop."""
     # All ranks draw the same numbers.
     how, steps = chance.choice(["signal 0", "signal 1", "STOP file"]), chance.randint(1, 2)
     number = chance.choice([signal.SIGTERM, signal.SIGUSR1])
@@ -155,13 +155,13 @@ def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
 
 
 def stacks(place: str, rank: int) -> str:
-    """Return the stacks that a rank has written so far."""
+    """Return the stack traces that a rank has written so far."""
     file = Path(f"{place}/stacks/rank_{rank:05d}.txt")
     return file.read_text() if file.exists() else ""
 
 
 def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
-    """Return the stacks that this rank wrote while rank 1 paused."""
+    """Return the stack traces that this rank wrote while rank 1 was paused."""
     place = f"{folder}/hang"
     config = read_config(folder, **{**keys, "watchdog__hang_seconds": 8}, run__dir=place)
 
@@ -201,8 +201,8 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
 def flips(
     folder: str, layout: dict[str, int], cases: dict[str, tuple[str, dict[str, Any]]]
 ) -> dict[str, tuple[int, int, str, str | None]]:
-    """Return by case the rank with changed memory, its last step, its error, and the changed
-    weight.
+    """For each case, return the rank with changed memory, this rank's last step and error, and the
+    changed weight.
 
     cases   what is flipped, keys of the config
     """
@@ -216,7 +216,8 @@ def flips(
 def flipped(
     folder: str, groups: Groups, what: str, keys: dict[str, Any]
 ) -> tuple[int, int, str, str | None]:
-    """Flip one bit after step 3 on the last rank with such a weight, and train on."""
+    """After step 3, flip one bit of a weight of kind `what` on the last rank that has one, and
+    continue training."""
 
     def flip(step: int, result: object) -> None:
         if step == 3 and dist.get_rank() == chosen:
@@ -236,7 +237,7 @@ def flipped(
 
 
 def memory(trainer: Trainer, what: str) -> tuple[str | None, Tensor | None]:
-    """Return the name and the flat memory of the last weight of a kind, or None."""
+    """Return the name and the flat memory of the last weight of kind `what`, or None and None."""
     part, domain = trainer.model.domains[0], trainer.optimizer.domains[0]
     buffers = part.buffers
     bucket = buffers.bucket_layout.buckets[-1]
@@ -258,7 +259,7 @@ def memory(trainer: Trainer, what: str) -> tuple[str | None, Tensor | None]:
 
 
 def trained(folder: str, keys: dict[str, Any]) -> None:
-    """Train the config of `folder` with changed keys."""
+    """Train the config in `folder`, with `keys` changed."""
     groups = process_groups.initialize()
     train(read_config(folder, **keys), groups)
     process_groups.shutdown()

@@ -1,5 +1,5 @@
 """Functions that the ranks run in the tests of sharded parameters: a small model under FSDP2 and
-others."""
+other kinds of sharding."""
 
 import copy
 import os
@@ -36,7 +36,7 @@ UNITS = {
     "*.up.*weight*": {"stride": 2, "rows": [3, 2]},
     "*.down.*weight*": {"groups": 2, "transposed": True},
 }
-"""Divisions whose matrices are in every other row, and in parts of both axes."""
+"""Divisions into matrices of every other row, and into matrices that are parts of both axes."""
 HALF, STEPS = 2, 3
 
 
@@ -92,7 +92,7 @@ PLAN = {
 
 
 def build(how: str, pc: bool = False, blocks: int = 1) -> nn.Module:
-    """Build the model of seed 0 in float64, optionally with PC layers, sharded by `how`."""
+    """Build a float64 model with seed 0, optionally with PC layers, sharded as `how` specifies."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -129,7 +129,8 @@ def sharded(model: Model, mesh: DeviceMesh) -> nn.Module:
 
 
 def in_turn(calls: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Return the results of functions of this module, called in turn with keywords."""
+    """Call functions of this module one after the other with keyword arguments, and return their
+    results."""
     return [globals()[name](**arguments) for name, arguments in calls]
 
 
@@ -148,7 +149,8 @@ def optimizer_of(
 
 
 def rated(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split a group into one group per parameter, with different rates and decays."""
+    """Split a group into one group per parameter, with different learning rates and weight
+    decays."""
     group = {"lr": 2e-2, "weight_decay": 0.1, **group}
     own = []
     for i, pair in enumerate(group["params"]):
@@ -158,7 +160,7 @@ def rated(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def train(model: nn.Module, optimizer: SpectralOptimizer, how: str, first: int, last: int) -> None:
-    """Train on this rank's part of the batch, which tensor-parallel ranks share."""
+    """Train on this rank's part of the batch. Tensor-parallel ranks train on the same part."""
     ways = dist.get_world_size() if how != "one" else 1
     rank = dist.get_rank() if how != "one" else 0
     if how.startswith("tp"):
@@ -183,8 +185,8 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def counted(rule: str) -> Counter[tuple[int, ...]]:
-    """Return the number, by shape, of the matrices that this rank steps from now on; elementwise
-    rules have none."""
+    """Return a counter, by shape, of the matrices that this rank steps from now on. It stays empty
+    for elementwise rules."""
     seen: Counter[tuple[int, ...]] = Counter()
     kind = RULES[rule]
     if not kind.whole_matrix:
@@ -201,8 +203,8 @@ def counted(rule: str) -> Counter[tuple[int, ...]]:
 
 
 def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
-    """Return the weights after three steps, and the matrices that this rank steps in the last step,
-    for each (how, rules, PC layers) and rule.
+    """For each (how, rules, PC layers) and rule, return the weights after three steps, and the
+    matrices that this rank steps in the last step.
 
     Matrices are exchanged in two step groups. The workspace fits one square matrix.
     """
@@ -223,7 +225,8 @@ def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
 
 
 def save(how: str, rules: list[str], folder: str) -> None:
-    """Train `HALF` steps by each rule, and save by torch.distributed.checkpoint to FOLDER/RULE."""
+    """Train `HALF` steps with each rule, and save with torch.distributed.checkpoint to
+    FOLDER/RULE."""
     for rule in rules:
         model = build(how)
         optimizer = optimizer_of(model, rule)
@@ -247,8 +250,8 @@ def resume(how: str, rules: list[str], folder: str) -> list[dict[str, Tensor]]:
 
 
 def placed_gradients() -> list[str]:
-    """Return the placements of a parameter and of its gradient with which a step of two ranks
-    differs from a step of plain tensors."""
+    """Return all placements of a parameter and its gradient for which a step on two ranks differs
+    from a step on plain tensors."""
     build("one")
     mesh, different = init_device_mesh("cpu", (2,)), []
     weight, gradient = torch.randn(2, 6, 4, dtype=torch.float64)
@@ -273,7 +276,7 @@ def placed_gradients() -> list[str]:
 
 
 def refusals() -> list[str]:
-    """Return the errors about wrong use on two ranks."""
+    """Return the errors for incorrect use on two ranks."""
     build("one")
     said = []
 
@@ -306,7 +309,8 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def restarted(folder: str) -> list[bool]:
-    """Return whether a step is the same after the process group was destroyed and created again."""
+    """Return whether a step is the same after the process group has been destroyed and created
+    again."""
     found = []
     for how in ("fsdp", "hsdp"):
         weights = []
@@ -328,8 +332,9 @@ def restarted(folder: str) -> list[bool]:
 
 
 def unfit(how: str, rules: list[str]) -> list[list[str]]:
-    """Return each rule's errors on every rank for a cut weight and for a NaN in rank 1's part of a
-    loaded state, and whether anything changed; then for a skipping rank without gradients."""
+    """For each rule, return this rank's errors for a NaN in rank 1's part of a loaded state, and
+    for a step with a weight that has been cut and has no gradient, followed by the names of all
+    other weights that have changed."""
     found = []
     for rule in rules:
         model = build(how)
@@ -353,7 +358,7 @@ def unfit(how: str, rules: list[str]) -> list[list[str]]:
 
 
 def merged(how: str) -> list[Any]:
-    """Merge PC layers; return the largest change of logits, or the errors under FSDP."""
+    """Merge PC layers, and return the largest change of the logits, or the errors under FSDP."""
     model = build(how, pc=True)
     if how == "fsdp":
         convert = partial(preconditioned, build(how), blocks=BLOCKS)
@@ -366,8 +371,8 @@ def merged(how: str) -> list[Any]:
 
 
 def rounded(rules: list[str]) -> list[list[float]]:
-    """Return, for exchanges in bfloat16 under each rule, the relative error of the weights' changes
-    in ten steps, the bytes, and whether mean squares are unchanged."""
+    """For exchanges in bfloat16 under each rule, return the relative error of the change in the
+    weights over ten steps, the bytes sent, and whether mean squares are unchanged."""
     return [rounded_by(rule) for rule in rules]
 
 
@@ -399,7 +404,7 @@ def rounded_by(rule: str) -> list[float]:
 
 
 def clipped() -> list[bool]:
-    """Return whether `clip_qk_` scales sharded weights, by rows and by columns, like whole ones."""
+    """Return whether `clip_qk_` scales weights sharded by rows or by columns like whole weights."""
     mesh = init_device_mesh("cpu", (2,))
     logits = torch.tensor([300.0, 1.0, 150.0, 1.0], dtype=torch.float64)
     found = []
@@ -414,8 +419,8 @@ def clipped() -> list[bool]:
 
 
 def keeps_what_is_refused(rule: str, exchange_dtype: torch.dtype | None) -> bool:
-    """Return whether a matrix with nonfinite momentum keeps its weight bit for bit, and another
-    changes."""
+    """Return whether a matrix with nonfinite momentum keeps its weight bit for bit while another
+    matrix changes."""
     model = build("fsdp")
     options = {"weight_decay": 0.1, "exchange_dtype": exchange_dtype}
     optimizer = optimizer_of(model, rule, units={}, **options)
@@ -433,8 +438,8 @@ def keeps_what_is_refused(rule: str, exchange_dtype: torch.dtype | None) -> bool
 
 
 def skipped() -> list[Any]:
-    """Return whether all ranks skip a step with a nonfinite gradient on one rank, and refuse the
-    update of one matrix."""
+    """Return whether all ranks skip a step in which one rank has a nonfinite gradient, and whether
+    all ranks refuse the update of one matrix."""
     model = build("fsdp")
     optimizer = optimizer_of(model, "spectral_sphere", nonfinite="skip")
     train(model, optimizer, "fsdp", 0, 2)
@@ -453,8 +458,8 @@ def skipped() -> list[Any]:
 
 
 def written(how: str) -> bool:
-    """Return whether a step of rate 0 keeps weights that were cast to bfloat16 and written after a
-    step."""
+    """Return whether a step with learning rate 0 keeps weights that were cast to bfloat16 and
+    overwritten after a step."""
     model = build(how).float()
     optimizer = optimizer_of(model, "muon", weight_decay=0.0)
     model.bfloat16()

@@ -43,7 +43,7 @@ class Trained:
         )
 
     def steps(self, count: int) -> list[float]:
-        """Return the mean losses of `count` steps, before their updates, on every rank."""
+        """Take `count` steps, and return each step's mean loss before the update, on every rank."""
         return [self.step() for _ in range(count)]
 
     def step(self) -> float:
@@ -69,10 +69,10 @@ class Trained:
         return {name: p.detach().clone() for name, p in self.model.parameters.items()}
 
     def state(self) -> Tensors:
-        """Return every whole tensor of the state of this pipeline stage, by unit.
+        """Return the state of this pipeline stage as whole tensors, by unit.
 
-        It is collected without the code under test: whole buckets are gathered, and units are the
-        views of initialisation and the forward pass.
+        The state is collected without the code under test: whole buckets are gathered, and units
+        are the views used by initialisation and the forward pass.
         """
         self.model.wait_for_weights()
         found: Tensors = {}
@@ -89,7 +89,7 @@ class Trained:
 
 
 def elementwise_state(domain: DomainOptimizer) -> Tensors:
-    """Return weight, elementwise state and counters of the units of a domain on this rank."""
+    """Return the weight, elementwise state and counters of each unit of a domain on this rank."""
     found: Tensors = {}
     names = sorted({name for region in domain.regions for name in region.state})
     shards = {"weight": [master.detach() for master in domain.buffers.masters]}
@@ -117,14 +117,14 @@ def gathered(shard: Tensor, axis: Axis) -> Tensor:
 
 
 def started(layouts: Sequence[Sizes]) -> Iterator[tuple[Sizes, Groups]]:
-    """Yield each layout with its process groups, initialised in turn."""
+    """Yield each layout with its process groups, which exist until the next layout is requested."""
     for layout in layouts:
         yield layout, start(layout)
         process_groups.shutdown()
 
 
 def label(layout: Sizes) -> str:
-    """Return a name for a layout of the present ranks."""
+    """Return a name for a layout that includes the number of ranks."""
     rest = "".join(f" {key}{size}" for key, size in layout.items())
     return f"ranks{dist.get_world_size()}{rest}"
 
@@ -132,11 +132,12 @@ def label(layout: Sizes) -> str:
 def checkpoints(
     folder: str, stops: list[tuple[Sizes, list[str], list[tuple[str, str]]]], refuse: bool
 ) -> dict[str, dict[str, Any]]:
-    """Iterate over layouts with runs to save on them and (layout, run) to load on them.
+    """Save and load runs on each layout in `stops`, given the runs to save and the (layout, run)
+    pairs to load.
 
-    A run is "rule dtype", with " moe" for a mixture of experts, " tied" for a tied embedding and
-    biases. The results are by "layout run" and by "saving layout run -> layout". With `refuse` the
-    result of `refusals` is included.
+    A run is named "rule dtype", followed by " moe" for a mixture of experts, or by " tied" for a
+    tied embedding and biases. The keys of the results are "layout run" and "saving layout run ->
+    layout". With `refuse`, the result of `refusals` is included.
     """
     found: dict[str, dict[str, Any]] = {"saved": {}, "loaded": {}}
     for (layout, groups), (_, saves, loads) in zip(
@@ -154,9 +155,10 @@ def checkpoints(
 
 
 def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
-    """Save a run after two steps, load it into a new model, and take two more steps of both.
+    """Save a run after two steps, load it into a new model, and take two more steps with both
+    models.
 
-    Returns the saved state, the losses, the final state, and the differences in any bit between the
+    Returns the saved state, the losses, the final state, and all bitwise differences between the
     continued and the loaded run.
     """
     run, other = trained(groups, name), trained(groups, name, seed=4)
@@ -180,9 +182,9 @@ def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
 
 
 def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
-    """Return the loaded state, and losses and state after two more steps.
+    """Return the loaded state, and the losses and the state of two more steps.
 
-    The loading and the saving model have different bucket layouts.
+    The bucket layout differs from that of the saved model.
     """
     run = trained(groups, name, seed=4, alignment=1)
     load_state(folder, run.model, run.optimizer)
@@ -195,7 +197,7 @@ def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
 
 
 def rounded(run: Trained) -> bool:
-    """Return whether every parameter equals its rounded master, on every rank with a copy."""
+    """Return whether every parameter on this rank equals its rounded master weight."""
     return all(
         torch.equal(flat, gathered(master.detach(), domain.domain.replicas).to(flat.dtype))
         for domain in run.optimizer.domains
@@ -204,7 +206,7 @@ def rounded(run: Trained) -> bool:
 
 
 def trained(groups: Groups, name: str, **options: Any) -> Trained:
-    """Return the model of a run before any step."""
+    """Return the model of a run before its first step."""
     rule, dtype, *rest = name.split()
     tied = replace(TINY, tie_embeddings=True, attention_bias="all")
     models = {"moe": mixture(), "tied": tied, "": TINY}
@@ -213,7 +215,8 @@ def trained(groups: Groups, name: str, **options: Any) -> Trained:
 
 
 def refusals(folder: str) -> dict[str, dict[str, str]]:
-    """Return `load_state`'s errors about checkpoints that do not fit, on two pipeline stages."""
+    """Return `load_state`'s errors for checkpoints that do not match the model, on two pipeline
+    stages."""
     groups = process_groups.initialize(Layout(pipeline=2))
     small = Trained(groups, "adamw", model=replace(TINY, layers=2))
     save_state(f"{folder}/two layers", small.model, small.optimizer)
@@ -232,7 +235,8 @@ def refusals(folder: str) -> dict[str, dict[str, str]]:
 
 
 def refusal(call: Callable[..., Any], folder: str, run: Trained) -> str:
-    """Return the message with which `call` refuses a run without changing its state."""
+    """Return the message of the error that `call` raises for a run, "changed" if the run's state
+    changed, or "accepted" if there was no error."""
     before = run.state()
     try:
         call(folder, run.model, run.optimizer)

@@ -1,4 +1,4 @@
-"""Ranks with different settings or data report it and end before the first step."""
+"""Ranks with different settings or data report the difference and exit before the first step."""
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -10,7 +10,8 @@ from training.report.log_lines import read_lines
 
 WORKERS = "tests.distributed.agreement_workers"
 TIMEOUT = 400
-"""Seconds, less than the 600 of parallel.timeout_seconds, which no rank may wait for."""
+"""Time limit in seconds. It is below parallel.timeout_seconds = 600, so no rank may wait for that
+timeout."""
 CASES = {
     "optimizer.matrix.lr": (["optimizer.matrix.lr=0.5"], "0.5"),
     "data.train.walk.weight": (["data.train.walk.weight=2"], "2.0"),
@@ -27,7 +28,7 @@ def folder(shared_folder):
 
 
 def on_two_ranks(function: str, place, **arguments):
-    """Return the result of a workers' function on the config of a folder."""
+    """Return the results of a worker function on two ranks, for the config in a folder."""
     given = {"config": f"{place}/config.yaml", **arguments}
     return run_on_ranks(2, WORKERS, function, given, timeout=TIMEOUT)
 
@@ -43,7 +44,7 @@ def test_settings_that_differ_are_named(folder):
 
 
 def prepared(folder, seed: int = 0, word: str = "the", **manifest) -> None:
-    """Write the set `a`, a tokenizer and a manifest without their hashes."""
+    """Write the set `a`, a tokenizer, and a manifest without hashes."""
     folder.mkdir(parents=True)
     write_token_set(folder / "a", tokens=1_000, vocab=120, seed=seed)
     Tokenizer(models.WordLevel({word: 0}, unk_token=word)).save(str(folder / "tokenizer.json"))
@@ -51,7 +52,7 @@ def prepared(folder, seed: int = 0, word: str = "the", **manifest) -> None:
 
 
 def test_data_that_differ_are_named(folder):
-    """Two nodes may have unverified copies under the same path."""
+    """Two nodes may have different unverified copies under the same path."""
     copies = {
         "data.walk.content": {"seed": 1},
         "content of the tokenizer": {"word": "a"},
@@ -70,7 +71,7 @@ def test_data_that_differ_are_named(folder):
 
 
 def test_a_rank_with_an_error_of_its_own_names_itself(folder):
-    """The other ranks still wait for the ended rank; torchrun ends them."""
+    """The other ranks are still waiting for the rank that exited. torchrun stops them."""
     with pytest.raises(AssertionError) as failed:
         on_two_ranks("ended", folder, overrides=[[], ["train.stepz=3"]])
     assert "rank 1 exited with 2" in str(failed.value)
@@ -80,7 +81,7 @@ def test_a_rank_with_an_error_of_its_own_names_itself(folder):
 
 @pytest.mark.slow
 def test_the_rank_that_hangs_is_named(folder):
-    """Every other rank, and the events of the run, name the hanging rank a minute later."""
+    """After a minute, every other rank and events.jsonl name the rank that hangs."""
     said = run_on_ranks(3, WORKERS, "with_a_hanging_rank", {"folder": str(folder)})
     for rank in (0, 2):
         assert f"failed on rank {rank}" in said[rank]
@@ -92,8 +93,8 @@ def test_the_rank_that_hangs_is_named(folder):
 
 
 def test_a_rank_that_fails_says_why_and_nobody_waits_for_it(folder):
-    """Over gloo the other ranks detect the end of a rank immediately; over NCCL the watchdog ends
-    them."""
+    """With gloo, the other ranks immediately detect that a rank has exited. With NCCL, the watchdog
+    stops them."""
     others, failed = on_two_ranks("with_a_failing_rank", folder)
     assert [failed[0], others[0]] == [1, 1]
     assert failed[1] == "error: out of memory: as on a GPU that is full\n"

@@ -1,4 +1,5 @@
-"""The bytes that the planner counts are those of the collectives and of the optimizer's state."""
+"""The planner's byte counts equal the bytes sent by collectives and the bytes of the optimizer
+state."""
 
 import pytest
 

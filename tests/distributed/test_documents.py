@@ -1,4 +1,4 @@
-"""Documents that share a sequence give the logits and gradients of separate documents."""
+"""Documents packed into one sequence have the same logits and gradients as separate documents."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ MIXTURES = ["moe", "deepseek"]
 DENSE = [*(family for family in SETTINGS if family not in MIXTURES), "PC layers"]
 ALL = [*DENSE, *MIXTURES]
 FEW = ["qwen3", "gemma2", "deepseek"]
-"""Models of fast tests on several ranks: each kind of attention."""
+"""Models in the fast tests on several ranks, one for each kind of attention."""
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[str], dict[str, Any]]] = {
     "one process": (1, {}, ALL, {}),
     "compiled": (1, {}, DENSE, {"compile_backend": "aot_eager"}),
@@ -43,7 +43,7 @@ def on_ranks(name: str, *, packed: bool) -> list[dict[str, Any]]:
 
 
 def model(name: str) -> dict[str, Any]:
-    """Return settings of a tiny model without losses that depend on other documents."""
+    """Return the settings of a tiny model without losses that depend on other documents."""
     if name not in SETTINGS:
         return settings("llama")
     found = settings(name)
@@ -54,7 +54,7 @@ def model(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """Return the results of separate documents, in one process."""
+    """Results for separate documents, in one process."""
     return on_ranks("one process", packed=False)[0]
 
 

@@ -1,4 +1,5 @@
-"""The oldest and the newest release of megatron-core train and save equally."""
+"""The oldest and the newest supported release of megatron-core give equal losses and
+checkpoints."""
 
 import os
 import shutil
@@ -21,7 +22,7 @@ NEWEST = TESTED[1]
 # float32 with the same operations in the same order, except for fused parts of newer releases.
 LOSS_TOLERANCE = 1e-6
 FAMILIES = {"llama": "tensor", "moe": "expert", "deepseek": "pipeline"}
-"""The parallel axis of two ranks for each family."""
+"""Maps each family to the parallel axis used on two ranks."""
 SAVED, LAST = 10, 13
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -37,8 +38,8 @@ def newest():
 
 
 def trained(engine, version: str, run, last: int) -> list[float]:
-    """Return the losses of a run up to a step, by an engine or the installed one. The run continues
-    from its checkpoint if it has one."""
+    """Return the losses of a run up to step `last`, with the given or the installed megatron-core.
+    The run resumes from its checkpoint if there is one."""
     variables = environment()
     if engine is not None:
         variables["PYTHONPATH"] = os.pathsep.join([str(engine), variables["PYTHONPATH"]])
@@ -51,8 +52,8 @@ def trained(engine, version: str, run, last: int) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_equal_and_checkpoints_cross(family: str, tmp_path, newest) -> None:
-    """Train ten steps and save with each engine, then train three steps with each from the oldest
-    engine's save."""
+    """Train and save with each release, then train further steps with each release from the
+    checkpoint of the oldest release."""
     write_token_set(tmp_path / "tokens", tokens=4000, vocab=120, seed=3)
     shape = {"hidden": 32, "ffn": 32, "kv_heads": 4}
     keys = overrides(shape | settings(family)) | {f"parallel__{FAMILIES[family]}": 2}

@@ -1,4 +1,4 @@
-"""Checkpoints of several layouts become Hugging Face models with the same losses."""
+"""Checkpoints from several layouts are exported to Hugging Face models with the same losses."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ EXPERT = {"parallel__expert": 2}
 PC = {"pc__level": 4}
 GROUPS = {"model__moe__expert_groups": 2, "model__moe__expert_bias": False}
 BIASED = {"model__moe__expert_bias_rate": 1.0}
-"""Biases on which the choice of experts depends more than on the scores."""
+"""Makes expert biases so large that they affect the choice of experts more than the scores do."""
 EXACT = {"model__vocab_multiple": 8}
 IN_GRAPH = {"pc__level": 2, "pc__evaluator": "in_graph", "pc__blocks": "[q, o, up, down]"}
 PADDED = "llama tensor"

@@ -1,4 +1,4 @@
-"""A save is killed, or finds a full disk, at every access to the disk."""
+"""A save is killed, fails once or runs out of disk space, at each of its disk accesses."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def test_what_fails_once_costs_no_step(report):
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(report):
-    """The run prints one clear line, and continues when it can write again."""
+    """The run prints a single clear line, and resumes once it can write again."""
     assert [found["place"] for found in report["places"]] == [".", "checkpoints"]
     for found in report["places"]:
         assert found["problems"] == []

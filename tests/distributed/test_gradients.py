@@ -1,4 +1,4 @@
-"""Losses and gradients of every family on any layout equal those of one process."""
+"""On any layout, the losses and gradients of every family are the same as in one process."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "tied gemma2": settings("gemma2") | {"tie_embeddings": True},
 }
-"""Models of a family with further settings."""
+"""Additional model sections, with other settings than the tiny model of their family."""
 ALL = [*SETTINGS, *VARIANTS]
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "data 2": (2, {}, ALL),
@@ -49,7 +49,7 @@ TOLERANCE = 1e-6
 
 
 def changed(family: str) -> dict[str, Any]:
-    """Return settings of a tiny model; mixtures have every balancing loss."""
+    """Return the settings of a tiny model. Mixtures of experts have all balancing losses."""
     if family in VARIANTS:
         return VARIANTS[family]
     model = settings(family)
@@ -64,7 +64,7 @@ def on_ranks(ranks: int, layout: dict[str, int], families: list[str]) -> list[di
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """Return the results of one process."""
+    """Results in one process."""
     return on_ranks(1, {}, ALL)[0]
 
 

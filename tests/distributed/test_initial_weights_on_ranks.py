@@ -1,4 +1,4 @@
-"""Ranks with the same matrices share the work of their initial norms."""
+"""Ranks with the same matrices divide the work of computing the initial norms."""
 
 import time
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from training.run import train
 
 
 def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the matrices whose norms this rank computes for a new model, and all matrices whose
-    norms it needs."""
+    """For a new model, return the matrices whose norms this rank computes, and all matrices whose
+    norms this rank needs."""
     groups = process_groups.initialize()
     config = read_config(folder, **changes)
     real, computed = initialize.spectral_norms, []
@@ -46,8 +46,8 @@ def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def chosen(folder: str) -> int:
-    """Return the step whose weights this rank takes from FOLDER/old, while that run saves
-    another."""
+    """Return the step whose weights this rank loads from the run FOLDER/old while that run saves a
+    newer checkpoint."""
     groups = process_groups.initialize()
     config = read_config(folder, checkpoint__initialize_from=f"{folder}/old")
     newer = checkpoints.step_folder(f"{folder}/old", 4)
@@ -70,7 +70,7 @@ def chosen(folder: str) -> int:
 
 @pytest.mark.parametrize("family", ["llama", "moe"])
 def test_every_norm_is_computed_by_one_rank(family, folder):
-    """Computing every norm on every rank takes minutes for a billion parameters."""
+    """With a billion parameters, computing every norm on every rank would take minutes."""
     changes = overrides(settings(family)) | {"model__init__spectral": True}
     tiny_config(folder, **changes)
     found = run_on_ranks(2, __name__, "normalised", {"folder": folder, "changes": changes})

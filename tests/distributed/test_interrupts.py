@@ -1,4 +1,5 @@
-"""Ctrl-C: the run saves and continues bit for bit; a second Ctrl-C ends it immediately."""
+"""After Ctrl-C, the run saves, and resumes bit for bit. A second Ctrl-C ends the run
+immediately."""
 
 import os
 import random
@@ -26,12 +27,12 @@ from training.lifecycle.terminal import CODE
 
 KEYS = ["train.steps=2000", "log.interval=1", "checkpoint.interval=7"]
 LINES = 5
-"""Largest number of lines that a run prints after Ctrl-C."""
+"""Maximum number of lines that a run prints after Ctrl-C."""
 TORCHRUN = [*torchrun(2), "pretrain.py"]
 TORCHRUNS_OWN = re.compile(
     r"^[WE]\d{4} .*\n|^Traceback .*\n(?=.*_run_module_as_main)(?: .*\n)*\S.*\n?", re.MULTILINE
 )
-"""torchrun's warnings and traceback, which its ranks cannot prevent."""
+"""Matches warnings and tracebacks printed by torchrun itself, which its ranks cannot prevent."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Started:
         return self.output.read_text().splitlines() if self.output.exists() else []
 
     def await_line(self, text: str) -> None:
-        """Wait until a line contains `text`, or the process has ended."""
+        """Wait until a printed line contains `text` or the process has ended."""
         end = time.monotonic() + 600
         while not any(text in line for line in self.said()) and self.wait(0.01) is None:
             assert time.monotonic() < end, self.said()
@@ -58,7 +59,7 @@ class Started:
 
 
 def fork(arguments: list[str], output: Path, target: Callable[..., None] = main) -> Started:
-    """Start a run of one rank, or another target, as a fork of a process that has imported
+    """Start a run on one rank, or another target, in a fork of a process that has imported
     everything."""
     start_forks()
     process = FORKS.Process(target=target, args=(arguments, str(output)))
@@ -73,7 +74,7 @@ def fork(arguments: list[str], output: Path, target: Callable[..., None] = main)
 
 
 def command(start: list[str]) -> Callable[[list[str], Path], Started]:
-    """Return a function that starts a run by a command."""
+    """Return a function that starts a run with a command."""
 
     def begin(arguments: list[str], output: Path) -> Started:
         with output.open("w") as file:
@@ -100,13 +101,13 @@ def command(start: list[str]) -> Callable[[list[str], Path], Started]:
 
 @pytest.fixture
 def folder(folder: str) -> Path:
-    """A folder with a token set and a config of a run of minutes."""
+    """A folder with a token set and the config of a run that takes minutes."""
     tiny_config(folder)
     return Path(folder)
 
 
 def arguments(folder: Path, name: str = "run", *more: str) -> list[str]:
-    """Return the command line of the run FOLDER/NAME."""
+    """Return the command-line arguments for the run FOLDER/NAME."""
     return ["--config", f"{folder}/config.yaml", *KEYS, f"run.dir={folder}/{name}", *more]
 
 
@@ -116,8 +117,8 @@ def interrupted(
     moment: float,
     codes: tuple[int, ...] = (CODE,),
 ) -> None:
-    """Start the run, press Ctrl-C `moment` seconds after its first step (after the start if
-    negative), and check that it ends with one of `codes`."""
+    """Start the run, press Ctrl-C `moment` seconds after its first step (if negative, -`moment`
+    seconds after the start), and check that the exit code is one of `codes`."""
     output = folder / "output.txt"
     output.unlink(missing_ok=True)
     begun = begin(arguments(folder), output)
@@ -139,7 +140,7 @@ def interrupted(
 
 
 def goes_on_to_the_bit(folder: Path, ranks: int = 1) -> None:
-    """Compare the run, two steps later, with an uninterrupted run."""
+    """Resume the run, and after two more steps compare it with an uninterrupted run."""
     last = steps(folder / "run")[-1] + 2
     for name in ("run", "whole"):
         line = [*arguments(folder, name), f"train.exit_step={last}"]
@@ -262,7 +263,7 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
 
 
 def test_ctrl_c_before_the_ranks_start_is_forwarded_once():
-    """Two signals would kill the ranks."""
+    """If two signals were forwarded, they would kill the ranks."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -279,7 +280,7 @@ def test_ctrl_c_before_the_ranks_start_is_forwarded_once():
 
 @pytest.mark.parametrize(("ranks", "start"), [(1, [RANK]), (2, [LAUNCH, RANK])])
 def test_ctrl_c_is_heard_where_nobody_can_read_the_answer(ranks, start):
-    """An example is `python pretrain.py ... 2>&1 | tee log`, where Ctrl-C also ends tee."""
+    """This happens in `python pretrain.py ... 2>&1 | tee log`, where Ctrl-C also ends tee."""
     reader, writer = os.pipe()
     variables = {"RANK": "0", "WORLD_SIZE": "1", **environment()}
     process = subprocess.Popen(
@@ -336,7 +337,7 @@ time.sleep(3600)
 
 
 def test_a_second_ctrl_c_ends_the_writer_and_the_workers_that_read(tmp_path):
-    """A single Ctrl-C, and signals that stop a run, do not end the writer."""
+    """Neither a single Ctrl-C nor a signal that stops the run ends the writer."""
     begun = command(["-c", WITH_CHILDREN])([], tmp_path / "output.txt")
     begun.await_line("| writes")
     begun.await_line("children")
@@ -403,7 +404,8 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(ends, code, said, tmp_pat
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_at_random_moments_under_each_launcher(ranks, folder):
-    """Four moments under each of `python`, `--ranks` and torchrun; one rank has no launcher."""
+    """Test four moments with each of `python`, `--ranks` and torchrun. A single rank has no
+    launcher."""
     chance = random.Random(ranks)
     starts = [["pretrain.py"]] if ranks == 1 else [["pretrain.py", "--ranks", "2"], TORCHRUN]
     for start in starts:

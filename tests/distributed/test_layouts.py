@@ -1,6 +1,6 @@
-"""The same run on any layout: one process against every division over ranks.
+"""A run gives the same results on any layout as in one process.
 
-Products of layouts are in test_support, gradients of every family in test_gradients.
+test_support.py tests combinations of layouts, and test_gradients.py the gradients of every family.
 """
 
 from math import prod
@@ -75,7 +75,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "z-loss": ("adamw", {"train__z_loss": 0.05}),
     "documents": ("muon", DOCUMENTS),
 }
-"""Rule and keys of each run."""
+"""Maps each run to its rule and config keys."""
 
 # Options that must not change a run: chunked loss, compiled norms, positions and activations, the
 # evaluator of PC layers, recomputation, the kernel of experts.
@@ -100,7 +100,7 @@ FAST: list[Run] = [
     ("expert 2", "experts", {}),
     ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
 ]
-"""Layout, run, and keys that differ from one process."""
+"""Layout, run, and config keys that differ from the run in one process."""
 SLOW: list[Run] = [
     ("tensor 2", "PC layers", {}),
     ("tensor 2", "documents", UNLIKE),
@@ -139,7 +139,7 @@ Results = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """A folder with the shared token set."""
+    """A folder with the token sets shared by all runs."""
     path = tmp_path_factory.mktemp("layouts")
     write_token_set(path / "tokens", tokens=20_000, vocab=119, seed=0)
     # Windows of different samples contain different numbers of documents.
@@ -148,19 +148,19 @@ def folder(tmp_path_factory) -> str:
 
 
 def on_ranks(ranks: int, folder: str, cases: dict[str, Case]) -> list[Results]:
-    """Return every rank's results of the runs."""
+    """Return the results of the runs on every rank."""
     arguments = {"folder": folder, "cases": cases}
     return run_on_ranks(ranks, "tests.distributed.workers", "runs", arguments)
 
 
 def in_one_process(folder: str, runs: list[Run]) -> Results:
-    """Return the runs in one process, the reference."""
+    """Return the reference results of the runs, in one process."""
     cases = {run: ({}, RUNS[run][0], COMMON | RUNS[run][1]) for _, run, _ in runs}
     return on_ranks(1, folder, cases)[0]
 
 
 def on_several_ranks(folder: str, runs: list[Run]) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of all ranks for runs on two or four ranks, by "layout: run"."""
+    """Run on two or four ranks, and return the results of all ranks, keyed by "layout: run"."""
     by_ranks: dict[int, dict[str, Case]] = {2: {}, 4: {}}
     for name, run, changes in runs:
         layout, _ = row_of(name)
@@ -176,7 +176,7 @@ def on_several_ranks(folder: str, runs: list[Run]) -> dict[str, list[dict[str, A
 
 @pytest.fixture(scope="module", params=[FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
 def found(request, folder) -> tuple[list[Run], Results, dict[str, list[dict[str, Any]]]]:
-    """Runs with their results in one process and on several ranks."""
+    """The runs, with their results in one process and on several ranks."""
     runs = request.param
     return runs, in_one_process(folder, runs), on_several_ranks(folder, runs)
 
@@ -198,7 +198,7 @@ def compare(
     results: list[dict[str, Any]],
     expected: dict[str, Any],
 ) -> None:
-    """Check the results of all ranks for a run."""
+    """Compare the results of a run on all ranks with the reference."""
     narrow = run == "bfloat16"
     tolerance = BF16_TOLERANCE if narrow else TOLERANCE
     assert any(result["kept"] for result in results) or (layout, run) != ("tensor 2", "bfloat16")
@@ -236,9 +236,10 @@ def compare(
 def compare_lines(
     found: dict[int, Any], expected: dict[int, Any], *, mixed: bool, noise: bool
 ) -> None:
-    """Check the monitors' lines, with figures of `noise` if any.
+    """Compare the lines of the monitors, including metrics of `noise` if they are enabled.
 
-    If experts are `mixed`, ranks share them, and their gradients mix the samples of both ranks.
+    If `mixed` is true, the experts are distributed across ranks, so their gradients contain samples
+    from several ranks.
     """
     assert found.keys() == expected.keys()
     for place in ("units", "blocks"):
@@ -263,7 +264,7 @@ def compare_lines(
 
 @pytest.mark.parametrize("found", [FAST], indirect=True)
 def test_the_runs_are_runs(found):
-    """The reference generates tokens."""
+    """Check that the reference generates different tokens."""
     _, alone, _ = found
     assert len({token for row in alone["dense"]["tokens"] for token in row}) > 3
 

@@ -1,4 +1,4 @@
-"""A collective raises a CollectiveError that names the rank that has left."""
+"""If a rank has exited, a collective raises a CollectiveError that names this rank."""
 
 from tests.launch import run_on_ranks
 

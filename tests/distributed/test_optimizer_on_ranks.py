@@ -1,4 +1,4 @@
-"""The distributed optimizer against one process: layouts, placements, rules."""
+"""The distributed optimizer compared with one process, for layouts, placements and rules."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ LARGER = {"data 4": (4, {}), "data 2 x pipeline 2": (4, {"pipeline": 2})}
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return the results of one process for every variant."""
+    """Results of every variant in one process."""
     arguments = {"layout": {}, "variants": VARIANTS, "steps": STEPS}
     return run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
 
@@ -61,7 +61,8 @@ def test_updates_are_those_of_one_process(name, alone):
 
 
 def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
-    """Return both halves of a gate after `steps` of torch.optim's Muon on the separate halves."""
+    """Return both halves of a gate after `steps` steps of torch.optim's Muon, applied to each half
+    separately."""
     (unit,) = [u for u in all_units(TINY) if u.name == name]
     parameters = {unit.parameter: torch.zeros(2 * 48 * 32, dtype=torch.float64)}
     initialize_(parameters, [unit], TINY.init, seed=3, layers=2)

@@ -1,6 +1,7 @@
-"""PC layers on any layout: the evaluators against each other, one process, a resumed run.
+"""PC layers on any layout: the evaluators are compared with each other, one process, and a resumed
+run.
 
-test_layouts compares runs with PC layers with one process.
+test_layouts.py compares whole runs with PC layers with one process.
 """
 
 import pytest
@@ -19,7 +20,8 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def found():
-    """Return gradients and the effect of unsound weights, on one rank and by layout of two."""
+    """Gradients, and the effect of nonfinite weights, on one rank and on each layout of two
+    ranks."""
     found = run_on_ranks(1, WORKERS, "gradients", {"layouts": [{}]})[0]
     for rank in run_on_ranks(2, WORKERS, "gradients", {"layouts": LAYOUTS}):
         for name, units in rank.items():  # each rank reports the units that it holds or owns
@@ -47,7 +49,7 @@ def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
 
 
 def case(rule: str, evaluator: str, **layout: int) -> Case:
-    """Return a run with PC layers in several micro-batches."""
+    """Return the case of a run with PC layers and several micro-batches."""
     pc = {"pc__evaluator": evaluator, "pc__level": 4 if rule == "adamw" else 2}
     pc["pc__gamma_weight_decay"] = 30.0
     batches = {"train__global_batch": 16, "train__micro_batch": 4}

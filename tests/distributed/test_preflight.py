@@ -30,7 +30,8 @@ def test_every_check_of_sound_ranks_is_right(start, root, tmp_path) -> None:
 
 
 def test_wrong_and_slow_ranks_are_named_and_rates_count_what_a_rank_sends() -> None:
-    """In a ring of n ranks it sends (n - 1) / n of the size, and twice that for a sum."""
+    """In a ring of n ranks, a rank sends (n - 1) / n of the size, and twice as much for an
+    all-reduce."""
     module, arguments = "tests.distributed.preflight_workers", {"wrong": 1, "slow": 2}
     expected = {
         "matmul, float32": 2e-12 * 1024**3,

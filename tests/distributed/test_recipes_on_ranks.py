@@ -1,5 +1,5 @@
-"""A recipe of every model, and all recipes of one model, train at small size in their own
-precision, are saved, and continue on another layout."""
+"""A recipe for every model, and all recipes for one model, train at a small size in their own
+precision, are saved, and resume on another layout."""
 
 from statistics import mean
 

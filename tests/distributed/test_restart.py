@@ -1,4 +1,5 @@
-"""A run under torchrun with killed ranks is restarted, and ends as if undisturbed."""
+"""torchrun restarts a run after ranks are killed, and the run ends as if it had not been
+disturbed."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Whole runs on several ranks: stopped, killed, and continued on the same or another layout."""
+"""Whole runs on several ranks that are stopped or killed, and resume on the same or another
+layout."""
 
 import subprocess
 import sys
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def single(folder: Path, name: str, **keys: Any) -> list[float]:
-    """Return the losses of FOLDER/NAME, run by this process."""
+    """Train the run FOLDER/NAME in this process, and return its losses."""
     world = process_groups.initialize()
     try:
         config = read_config(str(folder), **{**KEYS, **keys}, run__dir=f"{folder}/{name}")
@@ -54,7 +55,7 @@ def single(folder: Path, name: str, **keys: Any) -> list[float]:
 
 
 def loaded_by_one(folder: Path, name: str) -> dict[str, Tensor]:
-    """Return this process's state after loading step 4 of FOLDER/NAME."""
+    """Return the state of this process after it has loaded step 4 of FOLDER/NAME."""
     world = process_groups.initialize()
     try:
         config = read_config(str(folder), **KEYS, run__dir=f"{folder}/{name}")
@@ -68,7 +69,7 @@ def loaded_by_one(folder: Path, name: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(shared_folder) -> Path:
-    """The token set, the config, and the runs of two ranks."""
+    """A folder with the token set, the config, and the runs on two ranks."""
     folder = shared_folder
     tiny_config(str(folder), "spectral_sphere")
     single(folder, "one", train__exit_step=2)
@@ -98,7 +99,7 @@ def test_a_run_goes_on_another_layout_and_back(layout, folder):
 
 
 def test_an_average_takes_checkpoints_of_several_layouts(folder, tmp_path):
-    """Step 2 was saved by one process, step 4 by two ranks that share every matrix."""
+    """Step 2 was saved by one process, and step 4 by two ranks that share every matrix."""
     run, mean = folder / "ranks2 tensor2", tmp_path / "mean"
     assert average([str(run), str(mean), "--steps", "2", "4"]) == 0
     first, second = state_of(run, 2), state_of(run, 4)
@@ -160,7 +161,7 @@ def test_killed_while_saving(what, folder):
 
 
 def test_two_runs_in_one_folder(folder):
-    """The second run names the first run and changes nothing."""
+    """The second run reports that the first run uses the folder, and changes nothing."""
     run_dir = folder / "held"
     holder = (
         "import sys, time; from training.lifecycle.run_folder import locked\n"

@@ -1,4 +1,4 @@
-"""The optimizers on parameters of FSDP2, HSDP, tensor parallelism and DDP, against one process."""
+"""The optimizers with FSDP2, HSDP, tensor parallelism and DDP, compared with one process."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.launch import run_on_ranks
 RULES = ["adamw", "muon", "normuon", "adamuon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
 WORKERS = "tests.distributed.sharded_workers"
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
-"""Tolerance for float64 weights near 1 after three steps with another order of sums."""
+"""Tolerance for float64 weights near 1 after three steps with a different summation order."""
 
 
 FAST: list[tuple[int, str, list[str], bool]] = [
@@ -23,7 +23,7 @@ FAST: list[tuple[int, str, list[str], bool]] = [
     (2, "fsdp", ["adamw", "spectral_sphere"], True),
     (4, "tp_fsdp", ["muon_plus_plus"], True),
 ]
-"""Ranks, sharding, rules, and whether the model has PC layers."""
+"""Number of ranks, kind of sharding, rules, and whether the model has PC layers."""
 SLOW: list[tuple[int, str, list[str], bool]] = [
     (4, "fsdp", RULES, False),
     (4, "tp_fsdp", RULES, False),
@@ -33,14 +33,14 @@ SLOW: list[tuple[int, str, list[str], bool]] = [
 
 
 def on_ranks(ranks: int, cases: list[tuple[int, str, list[str], bool]]) -> list[list[Any]]:
-    """Return the ranks' results of each case, in order; `ranks` may be 1."""
+    """Return the results of each case on all ranks, in order. `ranks` may be 1."""
     given = [("one" if ranks == 1 else how, rules, pc) for _, how, rules, pc in cases]
     return list(zip(*run_on_ranks(ranks, WORKERS, "curves", {"cases": given}), strict=True))
 
 
 @pytest.fixture(scope="module")
 def fast() -> list[tuple[Any, Any]]:
-    """Results of each fast case in one process and on ranks."""
+    """Results of each fast case in one process and on several ranks."""
     shared = {n: iter(on_ranks(n, [case for case in FAST if case[0] == n])) for n in (2, 4)}
     alone = on_ranks(1, FAST)
     return [(one, next(shared[case[0]])) for case, (one,) in zip(FAST, alone, strict=True)]
@@ -59,7 +59,7 @@ def test_more_ranks_and_rules_equal_one_process(case: tuple[int, str, list[str],
 
 
 def compare(alone: dict[str, Any], results: list[dict[str, Any]], *, pc: bool) -> None:
-    """Check the results of all ranks for a case."""
+    """Compare the results of a case on all ranks with one process."""
     for rule, expected in alone.items():
         for result in results:
             torch.testing.assert_close(result[rule]["weights"], expected["weights"], **CLOSE)
@@ -72,8 +72,8 @@ def compare(alone: dict[str, Any], results: list[dict[str, Any]], *, pc: bool) -
 
 
 SHARES = {"muon": 0.25, "normuon": 0.3, "spectral_sphere": 0.62}
-"""Bytes of an exchange in 16 bits relative to one in 64. SSO also sends exact weights and vectors,
-and NorMuon sends mean squares."""
+"""Bytes of a 16-bit exchange divided by the bytes of a 64-bit exchange. SSO also sends exact
+weights and vectors, and NorMuon sends mean squares."""
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "merged under tp": ("merged", {"how": "tp"}),
     "merged under fsdp": ("merged", {"how": "fsdp"}),
@@ -85,12 +85,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "skipped": ("skipped", {}),
     "written": ("written", {"how": "fsdp"}),
 }
-"""Functions that two ranks call in turn, and their arguments."""
+"""Functions that two ranks call one after the other, and their arguments."""
 
 
 @pytest.fixture(scope="module")
 def on_two() -> dict[str, list[Any]]:
-    """Results of both ranks by call."""
+    """Results of each call on both ranks."""
     results = run_on_ranks(2, WORKERS, "in_turn", {"calls": list(CALLS.values())})
     return dict(zip(CALLS, zip(*results, strict=True), strict=True))
 
@@ -114,7 +114,8 @@ def test_a_checkpoint_continues_on_another_mesh(fast, tmp_path) -> None:
 
 
 def test_a_gradient_may_have_any_placement(on_two) -> None:
-    """With partial sums, as under sequence parallelism, ranks hold terms of the gradient."""
+    """With placement Partial, as under sequence parallelism, the gradient is the sum of the tensors
+    on all ranks."""
     assert on_two["placed_gradients"] == ([], [])
 
 
@@ -155,7 +156,8 @@ def test_sharded_queries_and_keys_are_clipped_as_whole_ones(on_two) -> None:
 
 
 def test_all_ranks_skip_a_step_that_one_cannot_take(on_two) -> None:
-    """All ranks also skip the step of a matrix that its owner refuses, including decay."""
+    """If the owner of a matrix refuses its update, all ranks skip the step of this matrix,
+    including weight decay."""
     assert on_two["skipped"] == 2 * ([True, 1, []],)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saved on one layout, loaded on any other, and resumed bit for bit."""
+"""Checkpoints are saved on one layout, loaded on any other layout, and resumed bit for bit."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def pairs(sources: list[str], runs: list[str]) -> list[tuple[str, str]]:
-    """Return every source with every run."""
+    """Return all pairs of a source and a run."""
     return [(source, run) for source in sources for run in runs]
 
 
@@ -62,9 +62,8 @@ STOPS: list[tuple[int, list[tuple[dict[str, int], list[str], list[tuple[str, str
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, Results]:
-    """All runs: "saved" by layout and run, "loaded" by saving layout, run and layout.
-
-    "refused" contains the messages of refusals.
+    """Results of all runs: "saved" by layout and run, "loaded" by saving layout, run and loading
+    layout, and the error messages of "refused" loads.
     """
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     found: dict[str, Results] = {"saved": {}, "loaded": {}, "refused": {}}
@@ -78,18 +77,19 @@ def results(tmp_path_factory) -> dict[str, Results]:
 
 @pytest.fixture(scope="module")
 def saved(results) -> Results:
-    """The saving runs."""
+    """The runs that saved checkpoints."""
     return results["saved"]
 
 
 @pytest.fixture(scope="module")
 def loaded(results) -> Results:
-    """The runs that loaded another layout's save."""
+    """The runs that loaded a checkpoint saved on another layout."""
     return results["loaded"]
 
 
 def together(ranks: list[Results]) -> Results:
-    """Merge the results of all ranks: all tensors, and once the values that must be equal."""
+    """Merge the results of all ranks: collect all tensors, and keep a single copy of values that
+    must be equal."""
     found: Results = {}
     for name, first in ranks[0].items():
         found[name] = dict(first)

@@ -1,4 +1,4 @@
-"""Every layout and mode in the support matrix runs, with the losses of one process."""
+"""Every supported layout and mode in the support matrix gives the same losses as one process."""
 
 import pytest
 
@@ -15,7 +15,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_not_refused_gives_the_losses_of_one_process(family, tmp_path):
-    """Each layout runs in its own precision with every other family, and in bf16 with the rest."""
+    """Each layout runs in its own precision with every other family, and in bf16 with the remaining
+    families."""
     write_token_set(tmp_path / "tokens", tokens=5_000, vocab=120, seed=0)
     alone: dict[str, Case] = {
         precision: ({}, "muon", keys_of(family, {"train__precision": precision}))

@@ -1,4 +1,4 @@
-"""Scores of tasks on any layout equal those of one process."""
+"""Task scores on any layout equal the scores in one process."""
 
 import random
 from typing import Any
@@ -19,7 +19,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def drawn() -> list[dict[str, Any]]:
-    """Draw requests of all lengths up to a window of 32, and some that fill the window."""
+    """Draw requests with lengths of up to a window of 32, including requests that fill the
+    window."""
     draw = random.Random(0)
     sizes = [draw.randint(2, 33) for _ in range(21)] + [33, 2]
     tokens = [[draw.randrange(119) for _ in range(size)] for size in sizes]
@@ -35,7 +36,7 @@ def folder(tmp_path_factory) -> str:
 
 
 def scores(folder: str, ranks: int, layout: dict[str, int], keys: dict[str, Any]) -> Any:
-    """Return log-likelihoods on every rank, and the metrics of two random tasks."""
+    """Return the log-likelihoods and the metrics of two random tasks, on every rank."""
     case = (layout, "adamw", KEYS | keys)
     arguments = {"folder": folder, "case": case, "requests": drawn()}
     return run_on_ranks(ranks, "tests.distributed.workers", "task_scores", arguments)
@@ -43,7 +44,7 @@ def scores(folder: str, ranks: int, layout: dict[str, int], keys: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def alone(folder) -> Any:
-    """Return the results of one process."""
+    """Results in one process."""
     return scores(folder, 1, {}, {})[0]
 
 

@@ -1,5 +1,5 @@
-"""transformers' Trainer with accelerate's FSDP2: the optimizer steps a sharded model head by
-head."""
+"""transformers' Trainer with FSDP2 from accelerate: the optimizer steps each head of a sharded
+model separately."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 HEAD, WIDTH = 8, 32
 FUSED = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-"""Weights of several heads; every head is a matrix."""
+"""Weights that consist of several heads, each of which is a matrix."""
 
 
 def test_the_trainer_shards_and_every_head_keeps_its_norm() -> None:

@@ -1,5 +1,5 @@
-"""A bit of a weight that flips between steps ends the run within an interval, and the error names
-the weight."""
+"""If a bit of a weight flips between steps, the run ends within `watchdog.replica_interval` steps,
+and the error names the weight."""
 
 import pytest
 
@@ -23,7 +23,8 @@ KINDS = {"parameter": "parameter", "master": "master", "kept": "owner's", "PC la
 
 @pytest.fixture(scope="module", params=slow_but([{}], [{}, {"tensor": 2}]), ids=str)
 def found(request, tmp_path_factory):
-    """The step at which each rank ended and its error, by case, and the layout."""
+    """For each case, the rank with the flipped bit, the last step and the error of each rank, and
+    the changed weight."""
     folder = tmp_path_factory.mktemp("flips")
     write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
     tiny_config(str(folder), "spectral_sphere")

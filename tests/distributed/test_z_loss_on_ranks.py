@@ -1,4 +1,4 @@
-"""With any layout and micro-batch, the z-loss equals the z-loss of one process by autograd."""
+"""For any layout and micro-batch size, the z-loss equals that of autograd in one process."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture
 def expected(world):
-    """Compute the z-loss by autograd from the logits of one process."""
+    """The z-loss and its gradients, computed by autograd from the logits in one process."""
     model = parallel_model(
         tiny_model("gemma2"), world, assign_matrices("adamw"), sequence_length=LENGTH
     )

@@ -1,4 +1,4 @@
-"""Functions that the ranks run in the tests of transformers' Trainer."""
+"""Functions that the ranks run in the transformers Trainer test."""
 
 import tempfile
 from typing import Any
@@ -14,7 +14,7 @@ from spectral import SpectralSphere, split_parameters
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    """Return a model with the same random weights on every rank."""
+    """Return a tiny model with the same random weights on every rank."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -28,15 +28,16 @@ class SpectralTrainer(Trainer):
     """A Trainer that creates its own optimizer, as required under FSDP."""
 
     def create_optimizer(self, model: Any = None) -> SpectralSphere:
-        """Create the optimizer of the model, sharded or not."""
+        """Create the optimizer for the model, whether sharded or not."""
         self.optimizer = SpectralSphere(split_parameters(model or self.model, lr=1e-3), lr=2e-2)
         return self.optimizer
 
 
 def trained() -> dict[str, Any]:
-    """Train with the Trainer under FSDP2; return whole weights, first and last loss, sharded names.
+    """Train with the Trainer under FSDP2. Return the whole weights, the first and the last loss,
+    and the names of sharded parameters.
 
-    accelerate starts FSDP2 only on accelerators: here these processes pretend to be accelerators.
+    accelerate only starts FSDP2 on accelerators, so these processes pretend to be accelerators.
     """
     options: dict[str, Any] = {"output_dir": tempfile.mkdtemp(), "report_to": "none"}
     arguments = TrainingArguments(

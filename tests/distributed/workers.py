@@ -37,12 +37,13 @@ from training.step import StepResult, Trainer
 
 
 def start(layout: dict[str, int]) -> process_groups.Groups:
-    """Create the process groups of a layout, given by keys of the config's `parallel` section."""
+    """Create the process groups of a layout, given as keys of config section `parallel`."""
     return process_groups.initialize(ParallelConfig(**layout).layout)
 
 
 def sizes_of_ends(layouts: list[dict[str, int]]) -> list[int | None]:
-    """Return the size of the axis of the first and the last stage, layout after layout."""
+    """For each layout, return the size of the axis that joins the first and the last stage, or
+    None."""
     sizes = []
     for layout in layouts:
         ends = start(layout).dense.ends
@@ -56,7 +57,7 @@ Case = tuple[dict[str, int], str, dict[str, Any]]
 
 
 def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
-    """Return the trainer of a case, with config and run in a folder of this rank."""
+    """Return the trainer of a case, with its config and run in this rank's own folder."""
     layout, rule, keys = case
     own = Path(folder) / f"rank{dist.get_rank()}"
     own.mkdir(exist_ok=True)
@@ -70,8 +71,8 @@ def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
 def runs(
     folder: str, cases: dict[str, Case], *, products: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Return `followed` for the run of every case; with `products` linears accumulate their
-    weights' gradients themselves, as on GPUs."""
+    """Return `followed` for the run of every case. With `products`, linear layers accumulate the
+    gradients of their weights themselves, as on GPUs."""
     found = {}
     for name, case in cases.items():
         groups = start(case[0])
@@ -84,7 +85,7 @@ def runs(
 
 
 def followed(trainer: Trainer) -> dict[str, Any]:
-    """Run, and return everything that must not depend on the layout.
+    """Train, and return everything that must not depend on the layout.
 
     loss, norm       of every step
     validation       metrics of the last
@@ -129,8 +130,8 @@ def followed(trainer: Trainer) -> dict[str, Any]:
 
 
 def changed_copies(model: ParallelModel) -> tuple[set[str], set[str]]:
-    """Return the names of weights with an equal copy on another rank, and the names in the error
-    after all copies on the last rank have changed."""
+    """Return the names of all weights with an equal copy on another rank, and the names in the
+    error raised after all copies on the last rank have changed."""
     units = {unit.name: unit for unit in model.units}
     copies = {name: unit.view(model.parameters[unit.parameter]) for name, unit in units.items()}
     copies |= dict(named_buffers(model.chunks, model.parameters))
@@ -158,7 +159,7 @@ def changed_copies(model: ParallelModel) -> tuple[set[str], set[str]]:
 def task_scores(
     folder: str, case: Case, requests: list[dict[str, Any]]
 ) -> tuple[list[float], dict[str, float]]:
-    """Return log-likelihoods of requests, and the metrics of two random tasks."""
+    """Return the log-likelihood of each request, and the metrics of two random tasks."""
     groups = start(case[0])
     trainer = built(folder, groups, case)
     vocab = trainer.config.model.vocab_size
@@ -173,8 +174,8 @@ def task_scores(
 
 
 def checked_kept(trainer: Trainer) -> int:
-    """Check that the owners' kept float32 weights equal the masters bit for bit, and return their
-    number."""
+    """Check that the float32 weights kept by owners equal the master weights bit for bit, and
+    return the number of kept weights."""
     count = 0
     for domain in trainer.optimizer.domains:
         kept = [dict(group.kept) for group in domain.step_groups]
@@ -191,7 +192,7 @@ def checked_kept(trainer: Trainer) -> int:
 def whole_units(
     model: ParallelModel, layout_groups: process_groups.Groups
 ) -> dict[str, torch.Tensor]:
-    """Return the logical matrices of units on this rank, whole or in part."""
+    """Return the logical matrix of each unit that is on this rank, whole or in part."""
     return {unit.name: whole_unit(model, layout_groups, unit).clone() for unit in model.units}
 
 
@@ -204,7 +205,8 @@ def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) 
 
 
 def whole_gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """Return the mean gradients of units on this rank, gathered over all ranks that share them."""
+    """Return the mean gradient of each unit on this rank, gathered over all ranks that share the
+    unit."""
     gradients = {}
     for part in model.domains:
         flats = [flat.clone() for flat in part.buffers.gradients]
@@ -220,7 +222,7 @@ def whole_gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
 
 
 def joined(unit: Unit, local: torch.Tensor, tensor: Axis) -> torch.Tensor:
-    """Return the whole unit `[*shape]` from the tensor-parallel ranks' pieces."""
+    """Gather the whole unit `[*shape]` from the pieces on tensor-parallel ranks."""
     local = local.contiguous()
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
@@ -232,10 +234,11 @@ def joined(unit: Unit, local: torch.Tensor, tensor: Axis) -> torch.Tensor:
 def sent_in_one_step(
     folder: str, layout: dict[str, int], runs: list[dict[str, Any]]
 ) -> list[dict[str, int]]:
-    """Return the bytes that this rank sends in one training step, by kind, for the overrides of
-    every run.
+    """For each run, given as overrides, return the bytes that this rank sends in one training step,
+    by kind.
 
-    `stage` is its pipeline rank, `held` the bytes of masters and state without counters.
+    `stage` is this rank's pipeline rank. `held` is the number of bytes of master weights and state,
+    without counters.
     """
     layout_groups = start(layout)
     found = []
@@ -259,7 +262,7 @@ def sent_in_one_step(
 def optimizer_steps(
     layout: dict[str, int], variants: list[dict[str, Any]], steps: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Return this rank's whole units after `steps` steps, for every variant (see `units_after`).
+    """For every variant (see `units_after`), return this rank's whole units after `steps` steps.
 
     On several ranks, the workspace fits two heads, or one larger matrix.
     """
@@ -281,13 +284,13 @@ def units_after(
     tied: bool = False,
     **assigned: Any,
 ) -> dict[str, torch.Tensor]:
-    """Return every whole unit after `steps` float64 steps on gradients that depend only on names.
+    """Return all whole units after `steps` float64 steps with gradients that depend only on names.
 
-    The gradients are averaged over ranks like those of a backward pass, with different shares per
-    rank. If roles are `penalised`, the penalty's figures of the last step are returned as an
-    additional unit. If a step is `refused`, the last rank does not allow it at first, as with a NaN
-    in its copy of the loss; it is then repeated. Each stage with a copy of a `tied` embedding has
-    half of its gradient; such a model also has biases.
+    The gradients are averaged over ranks as after a backward pass, with a different share for each
+    rank. If roles are `penalised`, the penalty's metrics in the last step are returned as an
+    additional unit. With `refused`, the last rank refuses each step at first, as if its copy of the
+    loss were NaN, and the step is then repeated. Each stage with a copy of a `tied` embedding has
+    half of the embedding's gradient. A model with a tied embedding also has biases.
 
     stepped, model, assigned   options of `build_optimizer`, `parallel_model`, `assign_matrices`
     """
@@ -327,7 +330,7 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
 
 
 def disagree() -> str:
-    """Return this rank's error if rank 1 has another placement."""
+    """Return this rank's error if the placement on rank 1 differs."""
     layout_groups = start({})
     digest = ["same", "other" if dist.get_rank() == 1 else "same"]
     try:

@@ -19,8 +19,8 @@ SAMPLES, LENGTH = 4, 16
 
 
 def gradients(layout: dict[str, int], cases: list[dict[str, Any]], z_loss: float) -> list[Any]:
-    """Return the means of the loss and the squared log-sum-exp, and float64 gradients of one step
-    of a model with capped logits, for every case (`loss_chunk`, `micro_batch`)."""
+    """For every case (`loss_chunk`, `micro_batch`), return the mean loss, the mean squared
+    log-sum-exp, and the float64 gradients of one step of a model with capped logits."""
     groups = start(layout)
     found = [one_step(groups, z_loss, **case) for case in cases]
     process_groups.shutdown()

@@ -1,4 +1,4 @@
-"""A step replayed by a CUDA graph equals the step launched operation by operation."""
+"""A step replayed from a CUDA graph equals the same step launched operation by operation."""
 
 import warnings
 
@@ -13,7 +13,7 @@ STEPS = WARM_UP + 4
 
 
 def fill(optimizer: SpectralOptimizer, turn: int) -> None:
-    """Set the gradients and learning rate of a step; one step has a NaN gradient."""
+    """Set the gradients and the learning rate of a step. In one step, a gradient contains NaN."""
     generator = torch.Generator("cuda").manual_seed(turn)
     optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + turn))
     for group in optimizer.param_groups:

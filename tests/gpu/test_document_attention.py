@@ -1,4 +1,4 @@
-"""Attention within documents on a CUDA device: the kernel of variable length against float64."""
+"""Document-masked attention on a CUDA device: the variable-length kernel compared with float64."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from models.blocks.attention import DocumentRange, causal_attention, lengths_of
 
 LENGTH, CHUNK = 512, 128
 DOCUMENTS = [[1, 200, 63, 248], [512], [1] * 512]
-"""Lengths of the documents of each sequence."""
+"""Lengths of the documents in each sequence."""
 
 
 def outputs_and_gradients(inputs: list[Tensor], documents: DocumentRange) -> list[Tensor]:
@@ -21,8 +21,8 @@ def outputs_and_gradients(inputs: list[Tensor], documents: DocumentRange) -> lis
 @pytest.mark.parametrize("begin", [0, LENGTH - CHUNK])
 @pytest.mark.parametrize(("groups", "value_size"), [(8, 64), (2, 64), (8, 32)])
 def test_documents_see_themselves_alone(begin: int, groups: int, value_size: int) -> None:
-    """Test whole sequences, and the last chunk of context parallelism, whose first keys no query
-    sees."""
+    """Test whole sequences, and the last chunk in context parallelism, in which no query attends to
+    the first keys."""
     rows = [
         torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]).repeat_interleave(
             torch.tensor(lengths)

@@ -1,4 +1,5 @@
-"""Kernels of backward passes on a CUDA device, against autograd in float64 of the same numbers."""
+"""Kernels of backward passes on a CUDA device, compared with autograd in float64 on the same
+numbers."""
 
 import pytest
 import torch

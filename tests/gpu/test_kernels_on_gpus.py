@@ -1,4 +1,4 @@
-"""Kernels on a CUDA device against float64, and steps that do not wait for the device."""
+"""Kernels on a CUDA device compared with float64, and steps that do not wait for the device."""
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def test_stacks_of_different_columns(dtype: torch.dtype) -> None:
     ("dtype", "bound"), [(torch.float32, 2e-4), (torch.bfloat16, 3e-2), (torch.float16, 6e-3)]
 )
 def test_msign_is_as_accurate_as_its_dtype(shape, dtype, bound) -> None:
-    """Compare Gaussian matrices with the same polynomials in float64; on a CPU the errors for 512 x
-    2048 are 3e-5, 9e-3 and 3e-3."""
+    """Compare the results for Gaussian matrices with the same polynomials in float64. On a CPU, the
+    errors for 512 x 2048 are 3e-5, 9e-3 and 3e-3."""
     x = torch.randn(shape, device="cuda")
     steps = coefficients("polar_express", 5, dtype)
     expected = polars_of([normalized(x.double())], steps, torch.float64)[0].direction
@@ -73,7 +73,7 @@ def test_msign_is_as_accurate_as_its_dtype(shape, dtype, bound) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 2048, 2048), (2, 2048, 5632)])
 def test_the_direction_on_the_sphere_is_tangent(shape: tuple[int, int, int]) -> None:
-    """Check |f| of SSO's direction in float32, with the tolerance of its paper's recipes."""
+    """Check |f| of SSO's direction in float32, with the tolerance used in the paper's recipes."""
     x = torch.randn(shape, device="cuda")
     sigma, u, v = singular_triplets.cold_start(torch.randn(shape, device="cuda"))
     x += 20 * u[:, :, None] * v[:, None]
@@ -103,8 +103,8 @@ def test_the_root_of_a_model_equals_that_of_the_library() -> None:
 @pytest.mark.parametrize("gated", [True, False], ids=["momentum by the kernel", "by the library"])
 @pytest.mark.parametrize("shape", [(3, 96, 200), (2, 200, 96)])
 def test_a_step_equals_that_of_the_cpu(shape: tuple[int, int, int], gated: bool) -> None:
-    """Compare weights after three float32 steps with decay; sums of eight msign steps differ in
-    order."""
+    """Compare weights after three float32 steps with weight decay. The order of sums differs in
+    eight msign steps."""
     rule = RULES["muon"]()
     sides = []
     for device in ("cpu", "cuda"):

@@ -1,4 +1,5 @@
-"""Attention with capped scores on a CUDA device: 16 bits against float64, and its memory."""
+"""Attention with capped scores on a CUDA device: 16-bit results compared with float64, and peak
+memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The distributed optimizer's clipping and step, replayed by a CUDA graph on one GPU."""
+"""Clipping and the step of the distributed optimizer, replayed from a CUDA graph on one GPU."""
 
 import pytest
 import torch

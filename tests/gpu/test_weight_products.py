@@ -1,4 +1,4 @@
-"""Gradients of weights, added to float32 sums by products of 16-bit operands."""
+"""Weight gradients, added to float32 sums by matmuls of 16-bit operands."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """Compare kernels with their references in Triton's interpreter.
 
-The interpreter is chosen for a whole process when triton is imported, so these tests run in their
-own process: tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pytest` on this file.
+Importing triton selects the interpreter for the whole process, so these tests run in their own
+process: tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pytest` on this file.
 """
 
 import json
@@ -56,8 +56,8 @@ def test_gram(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 def test_float32_by_three_tensor_core_products() -> None:
-    """The interpreter always multiplies in float32, so tests/gpu checks the precision. The kernels'
-    table may select this kernel, and the dispatcher names it."""
+    """The interpreter always multiplies in float32, so tests/gpu checks the precision. Here, the
+    tile's name is parsed and printed."""
     tile = replace(TILE, precision="tf32x3")
     x = stack(2, 17, 33, torch.float32)
     assert_close(symmetric.product(x, x, tile), kernels.gram(x.double()))
@@ -129,7 +129,7 @@ PROBLEM = {"batch": 2, "rows": 20, "cols": 28, "dtype": "float32"}
 
 @pytest.fixture
 def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Write a table that selects kernels for all float32 operations on this device."""
+    """Make the dispatcher select kernels for all float32 operations on this device."""
     use_table(dispatch.OPERATIONS, tmp_path, monkeypatch)
     yield
     dispatch.forget()
@@ -138,7 +138,7 @@ def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def use_table(
     operations: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch, tile: Tile = TILE
 ) -> None:
-    """Select kernels for these float32 operations on this device."""
+    """Make the dispatcher select kernels for the given float32 operations on this device."""
     entries = [{"operation": name, "tile": asdict(tile), **PROBLEM} for name in operations]
     path = folder / "table.json"
     path.write_text(json.dumps({"devices": {"cpu": {"measured": None, "entries": entries}}}))
@@ -148,8 +148,8 @@ def use_table(
 
 @pytest.mark.parametrize("rows", [28, 80], ids=["plain", "gram"])
 def test_msign_by_the_kernels(to_kernels: None, rows: int) -> None:
-    """Run the whole iteration on a tall matrix, which is transposed; float64, without an entry,
-    uses the library."""
+    """Run the whole iteration on a tall matrix, which is transposed. float64 has no table entry, so
+    it uses the library."""
     x = stack(1, rows, 20, torch.float32)
     assert str(dispatch.choose("gram", [x.mT])) == "16x16x16"
     assert dispatch.choose("gram", [x.double()]) is None
@@ -165,8 +165,9 @@ def test_msign_by_the_kernels(to_kernels: None, rows: int) -> None:
 )
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_update(dtype: torch.dtype, gate: list[bool], scale: Tensor | None) -> None:
-    """Test more elements than one program handles, a transposed direction, rates per matrix, a
-    scale, and cautious decay. A refused step keeps the weight bit for bit."""
+    """Test more elements than one program processes, a transposed direction, learning rates per
+    matrix, a scale, and cautious decay. If a step is refused, the weight stays the same bit for
+    bit."""
     tall = cautious = dtype == torch.float32
     weight, direction = torch.randn(2, 70, 90), stack(2, 70, 90, dtype)
     direction = direction.mT.contiguous().mT if tall else direction
@@ -189,7 +190,8 @@ def test_update(dtype: torch.dtype, gate: list[bool], scale: Tensor | None) -> N
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(1, 7), (2, 70, 90), (1, 2 * update.BLOCK), (0,)])
 def test_momentum(shape: tuple[int, ...], nesterov: bool, active: bool) -> None:
-    """Test a part of a block and several blocks; a skipped step keeps the mean for any gradient."""
+    """Test a part of a block and several blocks. A skipped step keeps the mean, whatever the
+    gradient."""
     grad, mean = torch.randn(2, *shape)
     grad, before = (grad if active else torch.full(shape, torch.nan)), mean.clone()
     rule = MuonRule(momentum=0.9, nesterov=nesterov)
@@ -205,7 +207,8 @@ def test_momentum(shape: tuple[int, ...], nesterov: bool, active: bool) -> None:
 
 @pytest.mark.parametrize("active", [True, False])
 def test_regions_of_a_shard_are_averaged_by_the_kernel(to_kernels: None, active: bool) -> None:
-    """Results equal the library's in one process, also for 16-bit and noncontiguous means."""
+    """The results equal those of the library in one process, also for 16-bit and noncontiguous
+    means."""
     rule, gate = MuonRule(), torch.tensor(active)
     shard, means = torch.randn(90), torch.randn(90)
     states = [means[3:40], means[40:], means[:6].bfloat16(), means[40:].clone()[::5]]
@@ -231,7 +234,7 @@ SSO = SpectralSphereRule(steps=2)
     ],
 )
 def test_a_step_by_the_kernels(to_kernels, monkeypatch, rule, active) -> None:
-    """Weights and reported norm equal the library's."""
+    """The weights and the reported norm equal the results of the library."""
     weight, gradient = torch.randn(1, 28, 20), torch.randn(1, 28, 20)
     gate = None if active is None else torch.tensor(active)
     results = []
@@ -250,8 +253,9 @@ def test_a_step_by_the_kernels(to_kernels, monkeypatch, rule, active) -> None:
 
 @pytest.mark.parametrize("kind", [Muon, MuonSphere, SpectralSphere])
 def test_optimizer_joins_shapes_by_the_kernels(kind, to_kernels, monkeypatch) -> None:
-    """Four parameters of three shapes that agree in their shorter side, one of them tall, equal the
-    same steps one shape at a time. The joined passes over weights and Gram matrices are counted."""
+    """Four parameters of three shapes have the same shorter side, and one of them is tall. A step
+    of all parameters equals the same steps one shape at a time. Launches for joined weights and
+    Gram matrices are counted."""
     shapes = [(5, 16), (5, 16), (20, 5), (5, 11), (6, 24)]
     values = [(torch.randn(s), torch.randn(s)) for s in shapes]
 
@@ -284,7 +288,8 @@ def test_optimizer_joins_shapes_by_the_kernels(kind, to_kernels, monkeypatch) ->
 def test_quacks_product_is_chosen_where_it_runs_and_gives_the_librarys(
     to_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in with the interface of quack-kernels 0.6.5 computes with PyTorch."""
+    """The test replaces quack-kernels by a function with the interface of version 0.6.5 that
+    computes with PyTorch."""
 
     def gemm_symmetric(
         A: Tensor, B: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
@@ -310,7 +315,7 @@ def test_quacks_product_is_chosen_where_it_runs_and_gives_the_librarys(
 
 
 def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
-    """The interpreter is a thousand times slower than the library, so the table selects the
+    """The interpreter is a thousand times slower than the library, so the table must select the
     library."""
     path = tmp_path / "table.json"
     command = ["--device", "cpu", "--problems", "1x20x28", "--dtypes", "float16", "--repeats", "1"]

@@ -1,4 +1,5 @@
-"""Runs with backward-pass kernels in Triton's interpreter, against runs without them."""
+"""Runs with backward-pass kernels in Triton's interpreter, compared with runs without these
+kernels."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Compare the kernels of backward passes with autograd in Triton's interpreter.
+"""Compare backward-pass kernels in Triton's interpreter with autograd.
 
 tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pytest` on this file.
 """
@@ -20,7 +20,7 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-6}
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return a leaf with the values of both sides of a comparison."""
+    """Return a random tensor that requires gradients."""
     return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
 
 
@@ -29,7 +29,7 @@ def doubled(*tensors: Tensor) -> list[Tensor]:
 
 
 def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Check that `found` equals the float64 `expected` up to roundings of its dtype."""
+    """Check that `found` equals the float64 `expected` up to rounding to its dtype."""
     for value, reference in zip(found, expected, strict=True):
         assert value.shape == reference.shape
         if reference.numel():
@@ -42,7 +42,7 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 5), (1, 70), (0, 8), (2, 1)])
 def test_gated_activations(name, scaled, shape, dtype) -> None:
-    """A large gate must not overflow; the gradient of the result may have any strides."""
+    """A large gate must not overflow, and the gradient of the result may have any strides."""
     *rows, cols = shape
     wide = drawn(*rows, 2 * cols, dtype=dtype)
     with torch.no_grad():
@@ -75,8 +75,8 @@ def test_a_wide_row_takes_several_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     ("s", "b", "groups", "ratio", "size"), [(5, 2, 2, 3, 8), (9, 1, 1, 1, 6), (1, 3, 20, 1, 2)]
 )
 def test_heads(s, b, groups, ratio, size, documents, normed, dtype) -> None:
-    """Test more heads and tokens than a program handles at a time, halves that are not powers of
-    two, and positions in documents per sequence."""
+    """Test more heads and tokens than a program processes at a time, half heads whose size is not a
+    power of two, and different positions in each sequence."""
     mixed = drawn(s, b, groups, (ratio + 2) * size, dtype=dtype)
     gains = [drawn(size, dtype=dtype) for _ in range(2 * normed)]
     angles = torch.rand(s, b if documents else 1, 1, size // 2, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_heads(s, b, groups, ratio, size, documents, normed, dtype) -> None:
 
 
 def test_gradients_that_are_not_dense() -> None:
-    """Test strided gradients of queries, and expanded gradients of values, like the gradient of a
+    """Test strided gradients of queries, and expanded gradients of values such as the gradient of a
     sum."""
     query, key = torch.randn(4, 2, 6, 16)[..., ::2], torch.randn(4, 2, 3, 8)
     value = torch.ones(()).expand(4, 2, 3, 8)

@@ -1,4 +1,5 @@
-"""A run with every fused part, Liger's loss in Triton's interpreter, and one without."""
+"""A run with all fused parts, with Liger's loss in Triton's interpreter, compared with a run
+without them."""
 
 from typing import Any
 

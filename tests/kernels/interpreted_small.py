@@ -1,4 +1,4 @@
-"""Compare kernels of small problems with their library forms in Triton's interpreter.
+"""Compare the kernels for small problems, in Triton's interpreter, with the library.
 
 Started like tests/kernels/interpreted.py.
 """
@@ -18,7 +18,8 @@ def top_eigenvector(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("batch", "size"), [(1, 1), (3, 2), (4, 16), (2, 20), (1, 33), (0, 4)])
 def test_top_eigenvector(batch: int, size: int) -> None:
-    """The result equals the library's up to float64 rounding, and an eigensolver's up to sign."""
+    """The result equals that of the library up to float64 rounding, and that of an eigensolver up
+    to sign."""
     x = torch.randn(batch, size, 2 * size, dtype=torch.float64) * 1e-3
     t = x @ x.mT
     found = top_eigenvector(t)
@@ -38,8 +39,8 @@ def test_eigenvectors_of_zero_of_equal_values_and_of_nan() -> None:
 
 
 def test_an_eigenvector_of_equal_entries() -> None:
-    """The eigenvalue is 33 times the largest entry, and the square of its 128th power exceeds
-    float64."""
+    """The eigenvalue is 33 times the largest entry, and the square of its 128th power would
+    overflow float64."""
     t = torch.full((1, 33, 33), 1 / 33, dtype=torch.float64)
     found = top_eigenvector(t)
     torch.testing.assert_close(found, torch.full_like(found, 33**-0.5))
@@ -52,7 +53,7 @@ def test_eigenvectors_of_a_transposed_view() -> None:
 
 
 def models(batch: int, nodes: int) -> Model:
-    """Draw models with increasing `f`: residues, shifts and blocks are positive."""
+    """Draw models in which `f` increases, because residues, shifts and blocks are positive."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batch, nodes, 2, 5, dtype=torch.float64, generator=generator)
     pair = x @ x.mT
@@ -72,7 +73,8 @@ def test_root(batch: int, nodes: int) -> None:
 def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan(monkeypatch) -> None:
     """Test a bracket of zero width, `f` entirely above and below 0, and NaN.
 
-    If `f` does not increase, the result depends on the grid, here the kernel's.
+    If `f` does not increase, the result depends on the grid, so the library uses the kernel's grid
+    here.
     """
     monkeypatch.setattr(tangent_model, "CPU_GRID", GRID)
     model = models(4, 3)
@@ -90,8 +92,8 @@ def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan(monkeypatch) -> N
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_orthonormal_vectors(batch: int, count: int, n: int, dtype: torch.dtype) -> None:
-    """The result equals the library's up to float64 rounding times the loss from nearly parallel
-    rows, which are columns of a matrix in float32."""
+    """The result equals that of the library up to float64 rounding, amplified by nearly parallel
+    rows. In float32, the rows are the columns of a matrix."""
     x = torch.randn(batch, count, n, dtype=torch.float64)
     x[:, 1:] = x[:, :1] + 0.1 * x[:, 1:]
     x = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).to(dtype)

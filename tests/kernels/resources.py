@@ -21,13 +21,13 @@ CAPABILITY = 90
 HALF: Final[dict[str, Any]] = {"dtype": torch.bfloat16, "device": "meta"}
 FAST = Tile(128, 64, 8, 4)
 SHARED_LIMIT = 232448
-"""Bytes of shared memory that one program can use on an H100 or H200."""
+"""Maximum shared memory per program on an H100 or H200, in bytes."""
 ROWS, COLS = 2064, 2048
-"""Sizes of matrices: multiples of 16, as is usual, but not of the tiles."""
+"""Matrix sizes, which are multiples of 16, as is usual, but not of the tile sizes."""
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """Launches of every kernel, on tensors of the device "meta"."""
+    """Return a function for every kernel that launches it on tensors on device "meta"."""
     narrow = _matrices(ROWS, COLS, dtype=torch.bfloat16)
     square, wide = _matrices(ROWS, ROWS, dtype=torch.bfloat16), _matrices(ROWS, COLS)
     rate, gate = torch.empty(2, device="meta"), torch.empty((), dtype=torch.bool, device="meta")
@@ -69,9 +69,9 @@ def _matrices(
 
 
 def compiled(call: Callable[[], object]) -> tuple[int, bool]:
-    """Compile the one kernel that `call` launches, on tensors of the device "meta".
+    """Compile the single kernel that `call` launches on tensors on device "meta".
 
-    Returns the bytes of shared memory per program and whether it multiplies on tensor cores.
+    Returns the bytes of shared memory per program, and whether the kernel uses tensor cores.
     """
     real, found = JITFunction.run, list[Launch]()
     observe(found.append)

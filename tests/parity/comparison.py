@@ -1,4 +1,4 @@
-"""Comparison of a model with its export in transformers, for the parity tests."""
+"""Compare a model with its export to transformers, for the parity tests."""
 
 import json
 from pathlib import Path
@@ -22,8 +22,8 @@ LENGTH = 24
 
 
 def weight(unit: Unit, model: ModelConfig) -> Tensor:
-    """Return a random weight `[*unit.shape]` large enough that every part of the layer has an
-    effect, or so small that the epsilon of a latent's norm, which is fixed, has one."""
+    """Return a random weight `[*unit.shape]` that is large enough for every part of the layer to
+    have an effect. For latents, it is so small that the fixed epsilon of the norm has an effect."""
     if not unit.is_matrix:
         return unit.start + 0.3 * normal_(torch.empty(unit.numel), unit.name, 0)
     drawn = normal_(torch.empty(unit.shape), unit.name, 0) * 2 / unit.shape[1] ** 0.5
@@ -33,9 +33,9 @@ def weight(unit: Unit, model: ModelConfig) -> Tensor:
 
 
 def compare(model: ModelConfig, folder: Path) -> None:
-    """Give both models the same float32 weights, through files in `folder`, and compare them.
+    """Give both models the same float32 weights, through files in `folder`, and compare the models.
 
-    Logits must be equal and so must all gradients.
+    The logits and all gradients must be equal.
     """
     ours, parameters = built(model, torch.float32, length=LENGTH)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def compare(model: ModelConfig, folder: Path) -> None:
 
 
 def biased(model: ModelConfig, ours: torch.nn.Module) -> dict[int, Tensor]:
-    """Set the bias of experts' scores so that other experts are chosen; return it by layer."""
+    """Set expert biases that change the choice of experts, and return them by layer."""
     found = {}
     for router in routers([ours]):
         layer = router.layer_number - 1
@@ -76,7 +76,7 @@ def biased(model: ModelConfig, ours: torch.nn.Module) -> dict[int, Tensor]:
 
 
 def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.nn.Module:
-    """Return the float32 transformers model with our weights and settings."""
+    """Return a float32 transformers model with the weights and settings of our model."""
     content = config_json(model, dtype="float32", positions=LENGTH, end_token=0)
     (folder / "config.json").write_text(json.dumps(content))
     tensors = {
@@ -90,7 +90,7 @@ def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.n
 
 
 def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients by the names in the file, with separate experts and gates."""
+    """Return the gradients by the names in the file, with experts and gates split."""
     found = {}
     for name, gradient in gradients.items():
         experts, _, kind = name.rpartition(".")

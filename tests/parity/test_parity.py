@@ -1,4 +1,4 @@
-"""Every family against its model in the transformers library, on the same weights."""
+"""Every family compared with its model in transformers, on the same weights."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from tests.tiny_families import MIXTURE, mixture, tiny_model
 
 
 def tiny(family: str, **changes: Any) -> ModelConfig:
-    """Return a tiny model whose positions rotate the whole head."""
+    """Return a tiny model in which positions noticeably rotate every dimension of a head."""
     return tiny_model(family, rope_base=500.0, **changes)
 
 

@@ -1,4 +1,4 @@
-"""Rehearsals in tests: forks of one process for all tests of a pytest process."""
+"""Rehearsals in tests. All tests of a pytest process use forks of the same process."""
 
 import os
 import pickle
@@ -14,8 +14,8 @@ from training.rehearsal.rank import Job, RankReport
 
 @pytest.fixture(scope="session")
 def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process without torch whose fork server rehearsals prepare; the fork server of this process
-    may belong to tests/launch.py, which has imported torch.
+    """A process without torch, whose fork server is prepared for rehearsals. The fork server of
+    this process may belong to tests/launch.py, which has imported torch.
 
     If there is no C++ compiler, the test is skipped with the reason.
     """
@@ -29,8 +29,8 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="session")
 def perform(apart: ProcessPoolExecutor):
-    """`processes.perform`, also for `rehearse`; with several pytest processes it runs one job at a
-    time."""
+    """`processes.perform`, which `rehearse` then uses, too. With several pytest processes, it runs
+    one job at a time."""
     most = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
 
     def performed(jobs: Sequence[Job]) -> list[RankReport]:

@@ -1,4 +1,4 @@
-"""Faults that a rehearsal must find: the functions break the program of their process."""
+"""Faults that a rehearsal must find. Each function breaks the program in the current process."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ def batches_are_pageable() -> None:
 
 
 def pipelines_wait_for_the_device() -> None:
-    """Use Megatron's default for sends of a pipeline."""
+    """Use Megatron's default for pipeline sends, which waits for the device."""
     real = dense.transformer_config
 
     def transformer_config(*arguments: Any, **options: Any) -> Any:
@@ -89,7 +89,7 @@ def pipelines_wait_for_the_device() -> None:
 
 
 def generators_are_not_seeded() -> None:
-    """Use Megatron's tracker of random states without the required states."""
+    """Use Megatron's RNG tracker without the states that it requires."""
     from megatron.core.tensor_parallel import random
 
     put(random, "initialize_rng_tracker", lambda *_, **__: None)
@@ -98,7 +98,7 @@ def generators_are_not_seeded() -> None:
 
 
 def loss_stays_on_the_host() -> None:
-    """Pass a host tensor to a collective of NCCL."""
+    """Pass a host tensor to an NCCL collective."""
     real = Trainer.mean_over_ranks
 
     def mean_over_ranks(trainer: Trainer, figures: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -114,12 +114,12 @@ def norm_of_this_rank_alone() -> None:
 
 
 def batches_stay_on_the_host() -> None:
-    """Mix operands of two devices."""
+    """Mix operands on two devices."""
     replace_everywhere(batches.on_device, lambda tensor, device: tensor)
 
 
 def step_reads_in_a_graph() -> None:
-    """Read a value in an optimizer step that is recorded as a graph."""
+    """Read a value in an optimizer step that is captured in a CUDA graph."""
     real = DistributedOptimizer.step
 
     def step(optimizer: DistributedOptimizer, *arguments: Any, **options: Any) -> Any:
@@ -131,11 +131,11 @@ def step_reads_in_a_graph() -> None:
 
 
 def user_wants_tf32() -> None:
-    """Run the forward pass in TF32; nothing else may use it."""
+    """Run the forward pass in TF32, which nothing else may use."""
     torch.set_float32_matmul_precision("high")
 
 
 def optimizer_in_tf32() -> None:
-    """Run the optimizer's products in the precision of the forward pass."""
+    """Run the optimizer's matmuls in the precision of the forward pass."""
     user_wants_tf32()
     replace_everywhere(ieee_products, contextlib.nullcontext)

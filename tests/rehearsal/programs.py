@@ -1,4 +1,4 @@
-"""Tiny programs to rehearse, and the allowed content of their rehearsals."""
+"""Tiny programs to rehearse, and checks of their reports."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Perform = Callable[[Sequence[Job]], list[RankReport]]
 
 @dataclass(frozen=True)
 class BrokenJob(Job):
-    """A job whose program is first broken by the function `before`, if any."""
+    """A job that first calls `before`, if given, to break the program."""
 
     before: Callable[[], None] | None = None
 
@@ -31,7 +31,7 @@ class BrokenJob(Job):
 
 
 class ToldJob(Job):
-    """A rehearsal that writes its progress to a file next to the folder of its run."""
+    """A job that writes its progress to a file next to the run folder."""
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
         """Rehearse the job."""
@@ -43,13 +43,13 @@ class ToldJob(Job):
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A function that is called on one simulated device, without a run."""
+    """A call of a function on one simulated device, without a run."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Call the function with device tensors without values, and count its launches."""
+        """Call the function with simulated device tensors, and count its launches."""
         trace, problem = Trace(H100), None
         try:
             with install(trace, 1):
@@ -65,7 +65,8 @@ ALLOWED_READS = {
         "an all-to-all wants the rows of each rank in host memory: once per layer and pass"
     )
 }
-"""Allowed reads by the host between logging steps, by prefix of their place, with the reason."""
+"""Maps the places at which the host may read values between logging steps, given as prefixes, to
+reasons."""
 
 SHAPE = {
     "model__hidden": 32,
@@ -80,13 +81,13 @@ SHAPE = {
     "monitors__interval": 0,
 }
 MONITORED = {"monitors__interval": 2}
-"""Changes under which a program inspects itself, which takes as long as everything else."""
+"""Enables the monitors, which take as long as everything else."""
 
 
 def program(
     folder: Path, world: int, family: str = "llama", rule: str = "muon", **changes: Any
 ) -> Config:
-    """The config of a tiny model in bf16 that saves and validates."""
+    """Return the config of a run that trains a tiny model in bf16, validates and saves."""
     values = SHAPE | overrides(settings(family)) | changes
     config = tiny_config(str(folder), rule, **values)
     check(config, world)
@@ -94,14 +95,14 @@ def program(
 
 
 def called(perform: Perform, function: Callable[..., Any], *arguments: Any) -> RankReport:
-    """Return the report of a call, which must finish."""
+    """Return the report of a call that must succeed."""
     (report,) = perform([TracedCall(function, arguments)])  # type: ignore[list-item]
     assert report.error is None, report.error
     return report
 
 
 def plain_waits(report: RankReport) -> Counter[str]:
-    """Return the waits of the host for the device in a plain step, without allowed reads."""
+    """Count the host syncs in a plain step, without allowed reads."""
     found: Counter[str] = Counter()
     for (step, name), counts in report.counts.items():
         if step == PLAIN_STEP and name in ("forward_backward", "optimizer"):
@@ -110,7 +111,7 @@ def plain_waits(report: RankReport) -> Counter[str]:
 
 
 def check_rank(report: RankReport) -> None:
-    """Fail unless a rank finished, in order, without waiting for its device."""
+    """Fail unless a rank succeeded, with ordered accesses, and without waiting for its device."""
     assert report.error is None, report.error
     assert report.findings == []
     assert not plain_waits(report), plain_waits(report)
@@ -119,7 +120,7 @@ def check_rank(report: RankReport) -> None:
 
 
 def sound(perform: Perform, config: Config, world: int, rank: int = 0) -> RankReport:
-    """Return the report of one rank, which must finish."""
+    """Return the report of one rank, which must succeed."""
     (report,) = perform([Job(config, world, rank, H100)])
     check_rank(report)
     return report

@@ -1,4 +1,4 @@
-"""Matching and mismatching calls of several ranks."""
+"""Matching and mismatching collectives on several ranks."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_sends_meet_receives():
 
 
 def test_sends_towards_each_other_fit_in_one_batch_only():
-    """In separate calls, both ranks would wait for a receive that has not started."""
+    """If the calls are separate, both ranks wait for a receive that has not started."""
     there, back = replace(SEND, batch=1), replace(RECEIVE, peer=1, batch=1)
     mine = [there, back]
     theirs = [replace(SEND, peer=0, batch=1), replace(RECEIVE, batch=1)]
@@ -61,13 +61,14 @@ def test_what_one_rank_sends_to_all_the_others_must_expect():
 
 
 def passed(rank: int) -> list[Call]:
-    """Return the calls of one of three ranks: a send to the next, a receive from the previous."""
+    """Return the calls of one of three ranks: a send to the next rank, and a receive from the
+    previous rank."""
     send = replace(SEND, group=(0, 1, 2), peer=(rank + 1) % 3)
     return [send, replace(send, kind="receive", peer=(rank - 1) % 3)]
 
 
 def test_ranks_that_wait_in_a_circle_never_go_on():
-    """Each send blocks the next receive, which would match another send."""
+    """Each send blocks the receive after it, which would match a send of another rank."""
     circle = {rank: passed(rank) for rank in range(3)}
     sentences = mismatches(circle)
     assert len(sentences) == 3 and "receive at b.py:2 on rank 0 never starts" in sentences[0]

@@ -1,4 +1,4 @@
-"""Faults that CPU runs do not show: a rehearsal finds each in a broken program."""
+"""Faults that runs on CPUs do not reveal. A rehearsal of the broken program finds each of them."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ SHALLOW = {"model__layers": 1}
 
 
 def broken(perform, config, mutant):
-    """Return the report of rank 0 of two, with the program broken by `mutant`."""
+    """Return the report of rank 0 of 2, with the program broken by `mutant`."""
     (report,) = perform([BrokenJob(config, 2, 0, H100, before=getattr(mutants, mutant))])
     return report
 

@@ -1,4 +1,4 @@
-"""The fused norm of a simulated GPU, against PyTorch's on CPUs."""
+"""The fused norm on a simulated GPU, compared with PyTorch's norm on a CPU."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SCALES = ROWS * 4
 
 
 def normalised(device: str, gain: torch.dtype | None) -> list[Tensor]:
-    """Return a norm, and the gradients of its input and its gain, if any."""
+    """Return the result of a norm, and the gradients of its input and of its gain, if any."""
     x = torch.ones(2, ROWS // 2, SIZE, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = None
     if gain is not None:
@@ -27,7 +27,7 @@ def normalised(device: str, gain: torch.dtype | None) -> list[Tensor]:
 
 
 def on_both(gain: torch.dtype | None) -> None:
-    """Fail unless shapes, dtypes and requires_grad equal a CPU's."""
+    """Fail unless shapes, dtypes and requires_grad are the same as on a CPU."""
     real, faked = normalised("cpu", gain), normalised("cuda", gain)
     assert [x.shape for x in faked] == [x.shape for x in real]
     assert [x.dtype for x in faked] == [x.dtype for x in real]
@@ -36,7 +36,7 @@ def on_both(gain: torch.dtype | None) -> None:
 
 
 def counted(perform, gain):
-    """Return the counts of forward and backward."""
+    """Return the counts of the forward and the backward pass."""
     report = called(perform, on_both, gain)
     # The first call was on the CPU.
     return report.counts[2, "forward_backward"], report.counts[2, "optimizer"]
@@ -53,6 +53,6 @@ def test_a_norm_is_one_launch_each_way(gain, perform):
 
 
 def test_a_gain_of_another_type_is_several_launches(perform):
-    """PyTorch only fuses equal dtypes."""
+    """PyTorch fuses a norm only if all dtypes are equal."""
     forward, _ = counted(perform, torch.float32)
     assert "_fused_rms_norm" not in forward.kernels and forward.launches > 3

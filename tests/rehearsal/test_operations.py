@@ -1,5 +1,5 @@
-"""Kernel launches of operations on lists of tensors, as in PyTorch's multi_tensor_apply, and of
-graphs; host waits for copies; the FLOPs of in-place products and factorisations."""
+"""Kernel launches of graphs and of operations on lists of tensors (as in PyTorch's
+multi_tensor_apply), host syncs of copies, and FLOPs of in-place matmuls and factorisations."""
 
 from itertools import product
 
@@ -42,11 +42,11 @@ def test_copies_between_types_and_fused_steps_go_together() -> None:
 
 
 COPIES = dict(zip(PHASES[1:], product((False, True), repeat=2), strict=True))
-"""Whether the host's memory is pinned, and whether copies are `non_blocking`, in each phase."""
+"""Maps each phase to whether host memory is pinned, and whether copies are `non_blocking`."""
 
 
 def copies() -> None:
-    """Copy to and from memory of the host, and into new memory."""
+    """Copy to and from host memory, and into new memory."""
     on_device = torch.empty(8, device="cuda")
     for phase, (pinned, later) in COPIES.items():
         on_host = torch.empty(8).pin_memory() if pinned else torch.empty(8)
@@ -58,7 +58,7 @@ def copies() -> None:
 
 
 def test_the_host_waits_for_copies_unless_memory_is_pinned(perform: Perform) -> None:
-    """PyTorch pins the new memory of a `non_blocking` copy."""
+    """PyTorch pins the memory that it allocates for a `non_blocking` copy to the host."""
     counts = called(perform, copies).counts
     for phase, (pinned, later) in COPIES.items():
         waits = not (pinned and later)
@@ -67,7 +67,7 @@ def test_the_host_waits_for_copies_unless_memory_is_pinned(perform: Perform) -> 
 
 
 def add_in_place() -> None:
-    """Run an operation without a result."""
+    """Run an operation that returns nothing."""
     tensors = [torch.empty(8, device="cuda") for _ in range(3)]
     with torch.profiler.record_function("optimizer"):
         torch._foreach_add_(tensors, tensors)
@@ -81,7 +81,7 @@ def test_an_operation_in_place_on_lists_is_counted(perform: Perform) -> None:
 
 
 def moves() -> None:
-    """Run operations that do not read every element of every argument once."""
+    """Run operations that do not read each element of their arguments exactly once."""
     rows, index = torch.empty(2, 100, 8, device="cuda"), torch.zeros(5, dtype=torch.long)
     index = index.pin_memory().to("cuda", non_blocking=True)
     with torch.profiler.record_function("optimizer"):
@@ -118,7 +118,7 @@ def test_a_kernel_in_place_moves_its_tensors_twice(perform: Perform) -> None:
 
 
 def replays() -> None:
-    """Replay a recorded graph of two kernels twice, and launch its kernels twice."""
+    """Replay a graph of two kernels twice, and launch the same kernels twice without the graph."""
     from spectral.kernels.update import average_
 
     gradient, mean, out = torch.empty(3, 8, 8, device="cuda").unbind()
@@ -148,7 +148,7 @@ def test_a_graph_is_one_launch_of_all_its_work(perform: Perform) -> None:
 
 
 def products_in_place() -> None:
-    """Run products and factorisations without a FLOP formula in PyTorch."""
+    """Run matmuls and factorisations for which PyTorch has no FLOP formula."""
     a, b = torch.empty(3, 8, 4, device="cuda"), torch.empty(3, 4, 6, device="cuda")
     with torch.profiler.record_function("optimizer"):
         torch.empty(3, 8, 6, device="cuda").baddbmm_(a, b)
@@ -164,7 +164,7 @@ def test_products_in_place_and_factorisations_have_flops(perform: Perform) -> No
 
 
 def checked_factors() -> None:
-    """Run factorisations, each followed by a check of its error code."""
+    """Run factorisations that check an error code, and factorisations that do not."""
     x = torch.empty(2, 6, 6, device="cuda")
     with torch.profiler.record_function("optimizer"):
         for name in ("cholesky", "inv", "eigvals", "svdvals"):
@@ -182,7 +182,7 @@ def test_the_host_waits_for_errors_of_factorisations(perform: Perform) -> None:
 
 
 def factorisations() -> None:
-    """Run small factorisations, and eigenvalues of two matrices."""
+    """Run small factorisations, and compute the eigenvalues of two matrices."""
     wide = {"dtype": torch.float64, "device": "cuda"}
     with torch.profiler.record_function("optimizer"):
         torch.linalg.cholesky_ex(torch.empty(90, 512, 512, **wide))

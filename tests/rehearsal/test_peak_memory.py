@@ -1,4 +1,4 @@
-"""The planner's memory and bytes, against a rehearsal of the run."""
+"""The memory and the communication in a plan, compared with a rehearsal of the run."""
 
 from collections import Counter
 from typing import Any
@@ -60,7 +60,7 @@ AXES = {
     "expert": (4, {"parallel__expert": 2}),
 }
 QUICK = {("llama", "pipeline")}
-"""Cases of every test run; the others run the same code."""
+"""Cases that are not marked as slow. The other cases run the same code."""
 OFF = {
     ("gpt", "pipeline"): "the plan of its first stage is 6% below the peak",
     ("gemma2", "pipeline"): "the plan of its first stage is 20% above the peak",
@@ -68,7 +68,7 @@ OFF = {
 
 
 def case(family: str, axis: str) -> Any:
-    """Return the parameters of a test, with its marks."""
+    """Return the pytest parameters of a case, with its marks."""
     marks = [] if (family, axis) in QUICK else [pytest.mark.slow]
     if (family, axis) in OFF:
         marks.append(pytest.mark.xfail(reason=OFF[family, axis], strict=True))
@@ -84,7 +84,7 @@ CASES = [
 
 
 def planned_kinds(config: Config, world: int, stage: int) -> Counter[str]:
-    """Return planned bytes of a rank by kind, without the optimizer's exchange and small sums."""
+    """Return the planned bytes sent by a rank, by kind."""
     found: Counter[str] = Counter()
     for each in plan_run(config, world).stages[stage].traffic:
         kind = "experts" if each.kind.startswith("expert ") else each.kind
@@ -93,7 +93,8 @@ def planned_kinds(config: Config, world: int, stage: int) -> Counter[str]:
 
 
 def kind_of(call: Call, axis: str) -> str | None:
-    """Return the planner's kind of a collective in a plain step."""
+    """Return the planner's name for the kind of a collective in a plain step, or None if it is not
+    planned."""
     inside = call.place.startswith("megatron/")
     if call.kind == "send":
         return "pipeline activations"
@@ -105,7 +106,7 @@ def kind_of(call: Call, axis: str) -> str | None:
 
 
 def counted_kinds(report: RankReport, axis: str) -> Counter[str]:
-    """Return the bytes that a rank sends in a plain step, by the planner's kinds."""
+    """Return the bytes that a rank sends in a plain step, by kind as in the planner."""
     found: Counter[str] = Counter()
     for call in report.calls:
         if call.step == PLAIN_STEP and call.on_device and len(call.group) > 1 and call.size:
@@ -116,7 +117,7 @@ def counted_kinds(report: RankReport, axis: str) -> Counter[str]:
 
 
 def peak(report: RankReport) -> float:
-    """Return the peak bytes of a rank in the planned parts."""
+    """Return a rank's peak memory in the parts of a step that are planned."""
     assert report.error is None, report.error
     parts = ("forward_backward", "optimizer")
     return max(c.peak_memory_bytes for (_, name), c in report.counts.items() if name in parts)
@@ -167,7 +168,7 @@ def test_planned_memory_is_that_of_every_rule_and_option(
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"])
 def test_buffers_of_the_step_are_those_of_the_plan(rule, perform, tmp_path):
-    """Compare the step's transient memory."""
+    """Compare the temporary memory of the optimizer step."""
     config = program(tmp_path, 2, "llama", rule, **SHAPE | {"train__global_batch": 8})
     (report,) = perform([Job(config, 2, 0, H100)])
     assert report.error is None, report.error

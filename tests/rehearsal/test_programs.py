@@ -1,4 +1,4 @@
-"""Families, rules and options on one rank finish in order and without waits."""
+"""Families, rules and options on one rank run with ordered accesses and without host syncs."""
 
 import pytest
 
@@ -12,12 +12,12 @@ WORLD = 2
 
 
 def plain(report, name):
-    """Return the counts of a part of a plain step."""
+    """Return the counts for one part of a plain step."""
     return report.counts[PLAIN_STEP, name]
 
 
 QUICK = {"adamw", "spectral_sphere", "PC layers of gemma2"}
-"""Families, rules and options that no other test covers; all others are slow tests."""
+"""Families, rules and options that no other test covers. The tests of all others are slow."""
 
 
 @pytest.mark.parametrize("family", slow_but(QUICK, SETTINGS))
@@ -32,10 +32,10 @@ LAUNCHES = {
     "spectral_sphere": 541,
     "muon_plus_plus": 773,
 }
-"""Largest number of a rule's launches per step on a tiny Llama, 10% above the present number; more
-launches would slow down steps on small matrices."""
+"""Maximum number of launches per step for each rule on a tiny Llama: 10% above the current number.
+More launches would slow down steps of small matrices."""
 PASSES = 410
-"""Launches of the forward and backward pass of two layers, for two micro-batches."""
+"""Number of launches in the forward and backward passes of two layers for two micro-batches."""
 
 
 @pytest.mark.parametrize("rule", slow_but(QUICK, LAUNCHES))
@@ -128,7 +128,7 @@ def test_ligers_loss_is_a_kernel_forward_and_one_backward(perform, tmp_path):
     ("backend", "reads"), slow_but([("grouped", 0)], [("grouped", 0), ("sequential", 1)])
 )
 def test_mixtures_read_no_more_than_is_listed(backend, reads, perform, tmp_path):
-    """Megatron's own dispatcher waits three times per layer and pass."""
+    """Megatron's own dispatcher would wait for the device three times per layer and pass."""
     config = program(tmp_path, 1, "moe", model__moe__backend=backend)
     report = sound(perform, config, 1)
     found = plain(report, "forward_backward").host_reads

@@ -28,9 +28,10 @@ FIGURES = {
 
 @pytest.fixture
 def rehearse(tmp_path, perform):
-    """Return a function that rehearses the tiny config with options and returns the exit code.
+    """A function that rehearses the tiny config with the given options and returns the exit code.
 
-    It uses the processes that tests share, as starting new ones takes longer than the rehearsal.
+    It uses processes shared by all tests, because starting new processes would take longer than the
+    rehearsal.
     """
     shape = SHAPE | MONITORED
     tiny_config(str(tmp_path), "muon", **shape | overrides(settings("llama")))
@@ -91,7 +92,8 @@ def test_the_place_of_each_rank_is_stated(tmp_path):
 
 
 def counted(scenario: Scenario, optimizer: int, memory: int) -> RankReport:
-    """Return a report of three steps; a step launches 5 kernels and 10 for each micro-batch."""
+    """Return a report of three steps. Each step launches 5 kernels, plus 10 kernels per
+    micro-batch."""
     counts = {
         (1, STEP): Counts(peak_memory_bytes=memory),
         (2, STEP): Counts(launches=25, peak_memory_bytes=2 * memory),
@@ -159,7 +161,7 @@ def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_p
 
 @pytest.mark.slow
 def test_nothing_lives_on_when_it_is_stopped(tmp_path):
-    """SIGTERM ends the command and the rehearsed ranks."""
+    """SIGTERM ends the command and the processes of all rehearsed ranks."""
     command = [sys.executable, "pretrain.py", "--config", "configs/llama271m_sso.yaml"]
     command += ["--rehearse", "--gpus", "8", "--rank", "all", f"run.dir={tmp_path}/run"]
     with open(tmp_path / "said.txt", "w") as said:

@@ -1,4 +1,4 @@
-"""Attention within documents on simulated GPUs: its launches and their cost."""
+"""Launches of document-masked attention on simulated GPUs, and their cost."""
 
 from pathlib import Path
 
@@ -25,13 +25,13 @@ LONG = {"train__sequence_length": 8192, "model__head_dim": 64, "train__micro_bat
     ],
 )
 def test_a_run_would_not_break(family, layout, perform, tmp_path) -> None:
-    """The host does not wait for the device."""
+    """The run would succeed, and the host does not wait for the device."""
     config = program(tmp_path, 2, family, **MASKED, **layout, data__workers=0)
     sound(perform, config, 2, 1)
 
 
 def step_flops(perform: Perform, config: Config) -> float:
-    """Return the FLOPs of a plain step's forward and backward pass."""
+    """Return the FLOPs of the forward and backward passes in a plain step."""
     (report,) = perform([Job(config, 1, 0, H100)])
     assert report.error is None, report.error
     return report.counts[PLAIN_STEP, "forward_backward"].flops
@@ -39,7 +39,8 @@ def step_flops(perform: Perform, config: Config) -> float:
 
 @pytest.mark.slow
 def test_flops_fall_as_the_plan_says(perform: Perform, tmp_path: Path) -> None:
-    """FLOPs of attention to masked keys disappear; a few samples have other documents."""
+    """The FLOPs of attention to masked keys are not counted. A few samples deviate from the mean
+    attended length in the plan."""
     mock = {"data__mock": True}
     crossed = program(tmp_path, 1, **LONG, **mock)
     masked = program(tmp_path, 1, **LONG, **mock | MASKED)
@@ -55,7 +56,7 @@ def test_flops_fall_as_the_plan_says(perform: Perform, tmp_path: Path) -> None:
 
 
 def attend_to_documents() -> None:
-    """Call the kernel forward and backward on documents of known lengths."""
+    """Run the forward and backward kernels on documents of known lengths."""
     from models.blocks.attention import causal_attention
 
     firsts = torch.tensor([[0] * 100 + [100] * 28])

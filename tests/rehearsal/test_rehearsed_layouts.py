@@ -1,4 +1,4 @@
-"""All ranks of small worlds, or of a pipeline, finish, and their collectives match."""
+"""All ranks of small worlds, or of one pipeline, succeed, and their collectives match."""
 
 import pytest
 
@@ -28,8 +28,8 @@ LAYOUTS = {
     "context 2": (2, "deepseek", {"parallel__context": 2, **ONE_BATCH}),
 }
 PIPELINES = {"pipeline 2, virtual 2": (1, 3)}
-"""Ranks of one pipeline, which differ from the numbers of its stages; the other ranks are not
-rehearsed."""
+"""Ranks of one pipeline, for layouts of which only one pipeline is rehearsed. The ranks differ from
+the stage numbers."""
 LARGER = {
     "expert 2": (2, "moe", {"parallel__expert": 2, "train__global_batch": 2}),
     "context 2, float32": (
@@ -65,8 +65,8 @@ LARGER = {
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, [*LAYOUTS, *LARGER]))
 def test_all_ranks_ask_for_the_same_collectives(layout, perform, tmp_path):
-    """A collective that only some ranks of a group call hangs on a cluster: one that a rank leaves
-    out is found."""
+    """On a cluster, a collective that only some ranks of a group call would hang. A rehearsal finds
+    a collective that one rank leaves out."""
     world, family, changes = (LAYOUTS | LARGER)[layout]
     config = program(tmp_path, world, family, **MONITORED, **changes)
     ranks = PIPELINES.get(layout, range(world))

@@ -1,4 +1,5 @@
-"""A recipe of every large model at full size, on its number of simulated GPUs."""
+"""A recipe for every large model, rehearsed at full size on the recipe's number of simulated
+GPUs."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Recipes, and full commands of docs/papers.md that change one, at small size on two simulated
-GPUs, with one of their axes cut in turn. Of recipes that differ only in numbers, one is tested."""
+"""Recipes, and commands in docs/papers.md that change a recipe, at a small size on two simulated
+GPUs. Each recipe is split along one parallel axis, and the axes take turns. If recipes differ only
+in numbers, one of these recipes is tested."""
 
 import shlex
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Start of a rank over NCCL, and its exit without waiting for peers after a failure."""
+"""The start of a rank with NCCL, and its exit after a failure, which does not wait for peers."""
 
 import io
 import multiprocessing
@@ -25,8 +25,8 @@ from training.step import Trainer
 
 
 def device_error(config: Config) -> None:
-    """Fail unless a rank with a failing device reports it before it leaves its groups, without
-    waiting for its peers."""
+    """Fail unless a rank whose device fails reports the failure before it leaves its groups,
+    without waiting for its peers."""
     happened: list[str] = []
     out, said = io.TextIOWrapper(io.BytesIO()), io.StringIO()
 
@@ -81,7 +81,8 @@ def one_group_of_the_hosts() -> None:
 
 
 def test_hosts_have_one_group_of_their_own(perform):
-    """By default Megatron creates a gloo twin of most groups, each with its own mesh of sockets."""
+    """By default, Megatron also creates a gloo group for most groups, each with its own mesh of
+    sockets."""
     called(perform, one_group_of_the_hosts)
 
 

@@ -1,4 +1,4 @@
-"""The order of accesses from several streams."""
+"""The order of memory accesses from several streams."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -31,7 +31,8 @@ WRITE, READ = ("write", 0, 0, 0, 0, 2), ("read", 1, 0, 0, 0, 2)
 @example([READ, ("read", 0, 0, 0, 0, 2), WRITE], False)
 @given(STEPS, st.booleans())
 def test_a_finding_is_a_conflict_that_no_event_orders(steps, freed) -> None:
-    """Compare with the sets of all accesses that precede each stream's next work."""
+    """Compare with a reference that stores, for each stream, all accesses that precede the stream's
+    next work."""
     order, unordered = StreamOrder(), False
     order.allocate(7, STREAMS[0])
     accesses: list[tuple[range, bool]] = []

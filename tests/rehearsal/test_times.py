@@ -1,4 +1,4 @@
-"""A plan and a rehearsal of one config use one model of time, and count nearly equal work."""
+"""A plan and a rehearsal of the same config use the same time model and count nearly equal work."""
 
 import pytest
 
@@ -15,7 +15,8 @@ RECIPES = [
     ("llama8b_sso", 64, ["model.layers=8", *TWO_BY_TWO]),
     ("moe_8b_a1b_sso", 64, ["model.layers=3"]),
 ]
-"""Name, GPUs, and overrides: fewer layers of the same sizes."""
+"""Recipe name, number of GPUs, and overrides, which reduce the number of layers but not their size.
+"""
 WHOLE = ("llama1b_sso", 8, list[str]())
 
 

@@ -1,5 +1,5 @@
-"""The commands of pages, in their order, in a fresh copy of the repository; the demo corpus of
-their first command."""
+"""The commands of the pages, run in order in a fresh copy of the repository, and the demo corpus
+that the first command prepares."""
 
 import lzma
 import re
@@ -22,13 +22,13 @@ SHORT = "train.exit_step=2 log.interval=1 validation.samples=2 validation.sample
 MAKE_TEST = re.compile(r"^make test\b.*\n", re.MULTILINE)
 BLOCK = re.compile(r"^```(bash|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FAST = ("make", "source", "--html", "prepare_data.py", "mine.yaml")
-"""Words of which README's commands must contain one to run in the fast test."""
+"""The fast test runs the commands in README that contain one of these words."""
 OTHER = ("--dry-run", "--fit", "--rehearse")
 DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 
 
 def fresh_copy(folder: Path) -> Path:
-    """Return the files of the repository and an environment, as after `make setup`."""
+    """Copy the files of the repository, with an environment as after `make setup`."""
     target = folder / "spectrain"
     copy_repository(target, "-co", "--exclude-standard")
     venv = target / ".venv"
@@ -41,12 +41,12 @@ def fresh_copy(folder: Path) -> Path:
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """Return kind and text of the bash and YAML blocks of a page, in order."""
+    """Return the kind and the text of each bash and YAML block in a page, in order."""
     return BLOCK.findall((ROOT / page).read_text())
 
 
 def run(copy: Path, commands: list[tuple[str, str]]) -> str:
-    """Run blocks of a page in the copy; a YAML block becomes mine.yaml."""
+    """Run the blocks of a page in the copy, writing YAML blocks to mine.yaml."""
     script = ["set -eo pipefail"]
     for kind, text in commands:
         script.append(text if kind == "bash" else f"cat > mine.yaml <<'END'\n{text}END")
@@ -64,8 +64,8 @@ def run(copy: Path, commands: list[tuple[str, str]]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the commands of a block for the fast test, with two training steps on one rank and
-    without `make test`, which runs this test."""
+    """Return the commands of a block for the fast test. Training takes two steps on one rank, and
+    `make test` is left out because it runs this test."""
     lines = []
     for line in MAKE_TEST.sub("", text).splitlines():
         command = line.split("  #")[0].strip()
@@ -81,8 +81,8 @@ def shortened(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def way_in(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A copy after the README's commands up to a run on a user's text, and the output of these
-    commands."""
+    """A copy in which the commands of README have run, up to a run on a user's text, and their
+    output."""
     copy = fresh_copy(tmp_path_factory.mktemp("way_in"))
     short = [
         (kind, shortened(text) if kind == "bash" else text) for kind, text in blocks("README.md")
@@ -92,12 +92,12 @@ def way_in(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture
 def demo(way_in: tuple[Path, str]) -> Path:
-    """The embedded corpus as `make train` has prepared it."""
+    """The embedded corpus as prepared by `make train`."""
     return way_in[0] / "data/demo"
 
 
 def test_the_way_in_works_from_a_fresh_copy(way_in: tuple[Path, str]) -> None:
-    """The last run's config is the one that prepare_data.py prints."""
+    """The config of the last run is the config that prepare_data.py prints."""
     copy, said = way_in
     (mine,) = [text for kind, text in blocks("README.md") if kind == "yaml"]
     assert mine in said and "and run: python pretrain.py --config mine.yaml --ranks 2\n" in said
@@ -106,7 +106,8 @@ def test_the_way_in_works_from_a_fresh_copy(way_in: tuple[Path, str]) -> None:
 
 
 def test_the_first_commands_are_those_of_ci() -> None:
-    """The first command sets up and runs the main job, the second sets up and runs the tests."""
+    """The first command sets up the environment and trains. The second command runs the tests, as
+    CI does."""
     first = blocks("README.md")[0][1]
     assert [line.split("  #")[0].strip() for line in first.splitlines()] == [
         "make train",
@@ -121,7 +122,7 @@ def test_the_first_commands_are_those_of_ci() -> None:
     "page", ["README.md", "docs/running.md", "docs/data.md", "docs/huggingface.md"]
 )
 def test_every_command_of_a_page_works_after_those_before_it(page: str, tmp_path: Path) -> None:
-    """All commands run except `make test`, which `make test-all` runs first."""
+    """Run all commands except `make test`, which `make test-all` runs first."""
     commands = [(kind, MAKE_TEST.sub("", text)) for kind, text in blocks(page)]
     said = run(fresh_copy(tmp_path), commands)
     assert "next: python scripts/plot.py" in said
@@ -178,8 +179,8 @@ def test_manifest_agrees_with_the_files(demo: Path) -> None:
 
 
 def test_demo_again_says_so_and_changes_nothing(demo, capsys, tmp_path, monkeypatch) -> None:
-    """The command runs in another working directory, as all paths of the corpus are those of the
-    repository."""
+    """The command works in another working directory, because all paths of the corpus are relative
+    to the repository."""
     monkeypatch.chdir(tmp_path)
     before = {each: each.stat().st_mtime_ns for each in demo.iterdir()}
     assert main(["--demo", "--output", str(demo)]) == 0

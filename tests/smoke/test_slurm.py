@@ -1,4 +1,4 @@
-"""scripts/slurm/pretrain.sbatch, with stand-ins for srun and scontrol on this machine."""
+"""scripts/slurm/pretrain.sbatch, run on this machine with fake srun and scontrol commands."""
 
 import json
 import os
@@ -21,7 +21,7 @@ esac"""
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder with the commands of a node."""
+    """A folder with the commands of a SLURM node."""
     put(tmp_path, "scontrol", SCONTROL)
     return tmp_path
 
@@ -41,7 +41,7 @@ def job(
     output: TextIO | int = subprocess.PIPE,
     **variables: str,
 ) -> subprocess.Popen[str]:
-    """Start a batch script like SLURM, in a separate session."""
+    """Start a batch script as SLURM does, in a separate session."""
     slurm = {
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_NAME": "tiny",
@@ -75,7 +75,7 @@ def queued(folder: Path) -> list[str]:
 
 MADE = "for i in {1..900}; do [ -e $RUN_DIR/STOP ] && break; sleep 0.1; done; [ -e $RUN_DIR/STOP ]"
 STOPPED = f"kill -USR1 $PPID; {MADE} || exit 9"
-"""Test SLURM's signal, and the wait for the file, which starting ranks remove."""
+"""Send SLURM's signal, and wait for the STOP file, which ranks remove when they start."""
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_job_with_its_own_nodes_asks_for_their_memory(name):
 @pytest.mark.parametrize("name", ["pretrain", "preflight"])
 @pytest.mark.parametrize(("asked", "given"), [({}, "48"), ({"SLURM_CPUS_PER_TASK": "12"}, "12")])
 def test_ranks_have_the_processors_of_their_node_or_those_asked_for(name, asked, given, folder):
-    """Since 22.05 srun ignores SLURM_CPUS_PER_TASK."""
+    """srun has ignored SLURM_CPUS_PER_TASK since version 22.05."""
     put(folder, "srun", "echo processors=$SRUN_CPUS_PER_TASK,$SLURM_CPUS_PER_TASK")
     with job(folder, name=name, **asked) as process:
         printed, _ = process.communicate(timeout=300)
@@ -187,7 +187,7 @@ def test_why_a_run_failed_is_the_last_line(srun, last, folder):
     ],
 )
 def test_why_a_run_was_refused_is_the_last_line(srun, last, folder):
-    """Ranks that refuse their config write no event, as they have no run folder."""
+    """Ranks that reject their config write no event, because they have no run folder."""
     put(folder, "srun", f"shift\n{srun}")
     (folder / "job.out").write_text("error: of an earlier start\n")
     with (folder / "job.out").open("a") as output, job(folder, output=output) as process:
@@ -213,7 +213,7 @@ def test_that_a_run_is_done_is_the_last_line_once(late, folder):
 
 
 def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
-    """The script does so even if their end and its signal arrive together, as in some of these
+    """The ranks may exit just as the script receives its signal, as happens in some of these
     jobs."""
     event = EVENT.replace("failed", "stopped")
     cancel = "kill -TERM $PPID"
@@ -227,7 +227,7 @@ def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
 
 
 def test_output_needs_no_folder_and_examples_can_run():
-    """sbatch fails silently if the folder of its output does not exist."""
+    """sbatch fails silently if the folder for its output does not exist."""
     script = (ROOT / "scripts" / "slurm" / "pretrain.sbatch").read_text()
     (output,) = re.findall(r"^#SBATCH --output=(.*)", script, re.MULTILINE)
     assert "/" not in output
@@ -262,7 +262,7 @@ def test_the_run_folder_is_named_once(overrides, variables, said, folder):
 
 
 def test_a_task_of_a_study_passes_its_options_on_and_no_end_of_the_job(folder):
-    """A run that stops near the end of a job counts as failed."""
+    """If a run stopped at the end of the job, the study would count the run as failed."""
     put(folder, "python", 'printf "%s\\n" "end=${SLURM_JOB_END_TIME-unknown}" "$@"')
     options = ["runs/a b", "--jobs", "2", "train.steps=3"]
     with job(folder, *options, name="study", SLURM_JOB_END_TIME="1") as process:
@@ -272,7 +272,7 @@ def test_a_task_of_a_study_passes_its_options_on_and_no_end_of_the_job(folder):
 
 
 RANKS = ["--rdzv-backend=c10d", "--rdzv-id=17", "--rdzv-endpoint=localhost:0"]
-"""Options by which the ranks of a job find each other."""
+"""torchrun options with which the ranks of a job find each other."""
 
 
 @pytest.mark.parametrize(("asked", "restarts"), [({}, "0"), ({"MAX_RESTARTS": "2"}, "2")])

@@ -1,4 +1,4 @@
-"""examples/adapters: the optimizers in other training programs."""
+"""examples/adapters: the optimizers in other training frameworks."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ WIDTH, HEAD, INNER = 16, 4, 12
 
 @pytest.fixture
 def adapter(monkeypatch: pytest.MonkeyPatch):
-    """Import an adapter, with the library under the name of the wheel."""
+    """A function that imports an adapter, with the library under the wheel's name."""
     monkeypatch.setitem(sys.modules, "spectrain", importlib.import_module("spectral"))
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "adapters"))
 
@@ -29,7 +29,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch):
 
 
 class Chunk(nn.Module):
-    """A layer with Megatron's names and shapes: four query heads, two of keys and values."""
+    """A layer with Megatron's names and shapes, with four query heads and two key/value heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,8 @@ class Chunk(nn.Module):
 
 
 def test_megatrons_weights_are_stepped_matrix_by_matrix(adapter) -> None:
-    """Every head, part of a latent, and half of the gated layer ends on its own sphere."""
+    """Every head, every part of a latent, and each half of the gated layer ends on its own
+    sphere."""
     megatron = adapter("megatron_registry")
     torch.manual_seed(0)
     chunk = Chunk()
@@ -104,7 +105,7 @@ def test_under_tensor_parallelism_idle_weights_stay_and_experts_are_refused(adap
 
 
 def test_megatrons_registry_builds_what_is_registered(adapter, monkeypatch) -> None:
-    """The arguments and the call that creates the state follow megatron-core 0.19.2."""
+    """The arguments, and the call that creates the state, are as in megatron-core 0.19.2."""
     registry = SimpleNamespace(_EMERGING_OPTIMIZERS={}, EmergingOptimizerEntry=SimpleNamespace)
     monkeypatch.setattr("megatron.core.optimizer.emerging_optimizers", registry, raising=False)
     megatron = adapter("megatron_registry")

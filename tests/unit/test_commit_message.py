@@ -1,4 +1,5 @@
-"""The hook that checks a commit's message accepts the form of CONTRIBUTING and refuses others."""
+"""The hook that checks commit messages accepts the format described in CONTRIBUTING and rejects
+others."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The examples train: started as in their first lines, their losses fall."""
+"""The examples train: when started as in their first lines, their losses fall."""
 
 import json
 import os
@@ -20,7 +20,8 @@ def losses(root: Path, folder: Path, *command: str) -> list[float]:
 
 
 def printed(root: Path, folder: Path, *command: str) -> str:
-    """Return Python's output in the examples' folder, with the library under the wheel's name."""
+    """Run Python in the folder of the examples, with the library under the wheel's name, and return
+    the output."""
     (folder / "spectrain").symlink_to(root / "spectral")
     path = os.pathsep.join(
         [str(folder), str(root / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,8 +1,8 @@
-"""Any config is accepted or refused with a line, in bounded time. With any content of its files, a
-command ends with a code and lines.
+"""Any config is either accepted or rejected with an error message, in bounded time. Whatever its
+files contain, a command exits with a valid code and prints error lines.
 
-`FUZZ_CASES=20000 make test-all PART=fuzz` runs that many configs (default: a tenth), and damages
-each file of a command in one two-thousandth as many ways.
+`FUZZ_CASES=20000 make test-all PART=fuzz` tests 20,000 configs instead of 2,000. The number of ways
+in which each file of a command is damaged is `FUZZ_CASES` / 2000.
 """
 
 import contextlib
@@ -36,16 +36,17 @@ from training.config import check, load_config, to_yaml
 from training.errors import InputError
 
 SECONDS = 10.0
-"""Time limit of one case."""
+"""Time limit for one case, in seconds."""
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))
-"""Configs; one in 40 is planned."""
+"""Number of configs. One in 40 is also planned."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @contextlib.contextmanager
 def case(what: object, seconds: float = SECONDS) -> Iterator[None]:
-    """Check within a context that a case raises at most InputError, within the time limit."""
+    """Context manager that checks that a case raises no error other than InputError and meets the
+    time limit."""
     start = time.process_time()
     try:
         yield
@@ -55,14 +56,14 @@ def case(what: object, seconds: float = SECONDS) -> Iterator[None]:
 
 
 def run(cases: int, strategy: Any, call: Callable[[Any], None]) -> None:
-    """Call a function with `count` examples of a strategy."""
+    """Call a function with `cases` examples drawn from a strategy."""
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     test = given(strategy)(lambda case: call(case))
     settings(max_examples=cases, suppress_health_check=quiet)(test)()
 
 
 def test_many_configs(folder: str) -> None:
-    """Accepted runs among the first cases are planned."""
+    """Configs that are accepted are also planned, but only among the first cases."""
     whole = yaml.safe_load(to_yaml(tiny_config(folder, "muon", **EVERY_SECTION)))
     contents = cycle([whole, yaml.safe_load(Path(folder, "config.yaml").read_text())])
     more: list[Keys] = [("optimizer", "roles", "o"), ("data", "train", "b"), ("base",), ("nokey",)]
@@ -91,10 +92,10 @@ def test_many_configs(folder: str) -> None:
 IMPORT = ("import", "{place}", "{place}/out", "--config", "{place}/own.yaml")
 STUDY = ROOT / "studies/optimizers/results/llama_0.1m/results.json"
 PLACE = "{place}"
-"""Placeholder of a case's own folder."""
+"""Placeholder for the folder of a case."""
 
 Command = tuple[Callable[[Sequence[str]], int], tuple[str, ...], str]
-"""A command, valid arguments, and the folder of which it reads a copy."""
+"""A command, valid arguments, and the folder that is copied for the command to read."""
 COMMANDS: dict[str, Command] = {
     "verify a run": (verify, (PLACE,), "run"),
     "verify data": (verify, (PLACE,), "data"),
@@ -111,7 +112,8 @@ COMMANDS: dict[str, Command] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared folder, a run on it, its export, and the results of a study."""
+    """Folders with prepared data, a run on this data, the run's export, and the results of a
+    study."""
     place = tmp_path_factory.mktemp("folders")
     prepare_text(place, "A matrix has {i} rows.\n\n", 400).rename(place / "data")
     tiny_config(str(place))

@@ -1,6 +1,6 @@
 """Allowed imports: spectral <- models <- parallel <- training <- pretrain.py and scripts.
 
-Inside a package imports never point to a higher level or form a cycle. Starting imports no
+Within a package, imports never point to a higher level or form a cycle. Starting a run imports no
 compiler.
 """
 
@@ -16,7 +16,7 @@ from tests.commands import output_of
 
 LAYERS = {"spectral": 0, "models": 1, "parallel": 2, "training": 3, "scripts": 4, "pretrain": 4}
 RANKS = ("spectral/sharded/ranks.py",)
-"""Files of the library that may import torch.distributed; others only use ProcessGroup."""
+"""Files of the library that may import torch.distributed. Other files only use ProcessGroup."""
 ONE_FILE_EACH = ("transformer_engine", "wandb", "datasets", "torch.utils.tensorboard")
 
 
@@ -48,13 +48,14 @@ LEVELS = {
         {"rehearsal"},
     ],
 }
-"""Folders and files of each package from the lowest level up; those on one level do not import each
-other."""
+"""Folders and files of each package, from the lowest level to the highest. Folders and files on the
+same level do not import each other."""
 
 
 @cache
 def imported(source: str, place: str = "") -> list[str]:
-    """Return the dotted names that `source` imports or, under torch, uses as attributes.
+    """Return the dotted names that `source` imports, and all names under torch that it uses as
+    attributes.
 
     `place` is the file's path relative to the root, from which relative imports start.
     """
@@ -74,7 +75,7 @@ def imported(source: str, place: str = "") -> list[str]:
 
 
 def within(name: str, module: str) -> bool:
-    """Return whether the dotted `name` is `module` or inside it."""
+    """Return whether the dotted `name` is `module` or is inside `module`."""
     return name == module or name.startswith(module + ".")
 
 
@@ -130,8 +131,7 @@ def test_an_optional_package_is_imported_in_one_file(root: Path, module: str) ->
 
 
 def graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, by path; a package's `__init__` may import its
-    own."""
+    """Map each module to the modules that it imports, without the packages that contain it."""
     names = {
         place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): place
         for place in sources
@@ -149,7 +149,8 @@ def graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def climbs(name: str, other: str) -> bool:
-    """Return whether `other`, imported by the module `name`, is on its level or above."""
+    """Return whether the module `other`, which the module `name` imports, is on the same level as
+    `name` or higher."""
     package, _, rest = name.partition(".")
     other_package, _, other_rest = other.partition(".")
     if package != other_package or package not in LEVELS or not rest or not other_rest:
@@ -194,7 +195,8 @@ PROGRAMS = ["pretrain", "scripts.average", "scripts.convert_hf", "scripts.evalua
 PROGRAMS += ["scripts.generate", "scripts.make_corpus", "scripts.paper", "scripts.plot"]
 PROGRAMS += ["scripts.prepare_data", "scripts.prepare_task", "scripts.reproduce"]
 PROGRAMS += ["scripts.study", "scripts.verify"]
-"""All but scripts/preflight.py, whose help names a size for this machine's GPUs."""
+"""All programs except scripts/preflight.py, whose help text contains a size that depends on this
+machine's GPUs."""
 
 
 @pytest.mark.parametrize(

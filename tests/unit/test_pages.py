@@ -1,5 +1,5 @@
-"""Pages name existing files, make targets and config keys; their commands parse and their snippets
-run."""
+"""Pages refer to existing files, make targets and config keys. Their commands parse, and their
+snippets run."""
 
 import importlib
 import re
@@ -16,13 +16,13 @@ from training.config.binding import schema_paths
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.name: page.read_text() for page in PAGES}
 READ = {name: text for name, text in TEXTS.items() if name not in ("papers.md", "configuration.md")}
-"""Handwritten pages; papers.md and configuration.md are generated."""
+"""Pages written by hand. papers.md and configuration.md are generated."""
 
 each_page = pytest.mark.parametrize("name", READ)
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """Return module and arguments of every project command in indented and fenced lines."""
+    """Return the module and the arguments of every project command in indented or fenced lines."""
     lines = re.sub(r"\\\n\s+", "", text).splitlines()
     found = []
     for line in lines:

@@ -1,4 +1,5 @@
-"""pretrain.py answers wrong input with clear lines and exit code 2, and writes nothing."""
+"""For invalid input, pretrain.py prints clear error lines, exits with code 2, and writes
+nothing."""
 
 import os
 import re
@@ -30,8 +31,8 @@ def folder(folder, tmp_path):
 
 
 def run(folder: Path, *arguments: str) -> int:
-    """Run pretrain.py on the folder's config, unless `arguments` name another, in this process and
-    return its exit code."""
+    """Run pretrain.py in this process and return its exit code. `--config` defaults to the config
+    in `folder`."""
     config = [] if "--config" in arguments else ["--config", str(folder / "config.yaml")]
     with patch.dict(os.environ):
         return pretrain.main([*config, *arguments])
@@ -60,7 +61,7 @@ def test_wrong_input_gives_a_clear_line_and_exit_code_2(case, folder, capsys):
 
 
 def test_a_run_s_end_has_the_exit_code_of_docs_running(folder, monkeypatch):
-    """A rank that another rank's error stopped fails too."""
+    """A rank that stops because of another rank's error also fails."""
     expected = {reason: 0 for reason in (None, *REASONS.values())}
     expected |= {"Ctrl-C": 130, "an error between steps": 1}
     for reason, code in expected.items():
@@ -227,7 +228,7 @@ def test_memory_that_cannot_be_had_is_known(take) -> None:
 
 
 def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsys, refusal):
-    """The error names the key's place; only a new run must change the value."""
+    """The error names the place where the key is set. Only a new run must change the value."""
     data = prepare_text(tmp_path, "A line {i} of text, as long as it is.\n\n", 300)
     (folder / "base.yaml").write_text("base: config.yaml\nmodel: {vocab_size: 1000}\n")
     overlay = folder / "overlay.yaml"

@@ -16,7 +16,7 @@ from tests.processor_time import FIRST, ProcessorTime
 
 
 def make(folder: Path, *arguments: str) -> str:
-    """Return the commands of `make --dry-run` with these arguments in `folder`."""
+    """Return the commands that `make --dry-run` prints with these arguments in `folder`."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS")}
     command = ["make", "--dry-run", "--no-print-directory", *arguments]
     return output_of(*command, folder=folder, variables=environment)
@@ -24,7 +24,7 @@ def make(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def checkout(root: Path, tmp_path: Path) -> Path:
-    """A checkout without environment and data."""
+    """A checkout without an environment or data."""
     for name in ("requirements", "scripts"):
         shutil.copytree(root / name, tmp_path / name)
     shutil.copy(root / "Makefile", tmp_path)

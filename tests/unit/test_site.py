@@ -12,7 +12,7 @@ from tests.paths import ROOT
 
 
 def built(folder: Path, config: str, code: int) -> str:
-    """Return the output of a build of FOLDER/docs, which must end with `code`."""
+    """Build FOLDER/docs, check that the exit code is `code`, and return the output."""
     (folder / "mkdocs.yml").write_text(config.replace("scripts/", f"{ROOT}/scripts/"))
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     return output_of(*command, folder=folder, code=code)

@@ -1,4 +1,4 @@
-"""Tables of pages contain the figures of the committed files that they name."""
+"""Tables on pages contain the figures from the committed files that the pages name."""
 
 import json
 import re
@@ -15,7 +15,7 @@ Rows = list[list[str]]
 
 
 def msign(content: dict[str, Any]) -> Rows:
-    """Return steps and dtype, error, gains and |f|."""
+    """Return the rows of the msign table: steps and dtype, errors, gains and |f|."""
     return [
         [
             f"{row['steps']}{' of `simple`' * (row['schedule'] == 'simple')}, {row['dtype']}",
@@ -38,7 +38,7 @@ RULES = {
 
 
 def steps(content: dict[str, Any]) -> Rows:
-    """Return milliseconds of each rule of matrices, and their ratio to Muon's."""
+    """Return the milliseconds per step of each matrix rule, and the ratio to the time of Muon."""
     (rows,) = content["models"].values()
     spent = {row["optimizer"]: row["ms"] for row in rows}
     return [
@@ -60,8 +60,8 @@ LIBRARIES = {
 
 
 def libraries(content: dict[str, Any]) -> Rows:
-    """Return milliseconds of each optimizer on each set of weights, by default and with equal
-    settings."""
+    """Return the milliseconds per step of each optimizer on each set of weights, with default
+    settings and with equal settings."""
     rows = []
     for name, shown in LIBRARIES.items():
         spent = [
@@ -81,7 +81,8 @@ SHARDED = {
 
 
 def sharded_libraries(content: dict[str, Any]) -> Rows:
-    """Return milliseconds and sent megabytes of each optimizer on each set of sharded weights."""
+    """Return the milliseconds per step and the megabytes sent by each optimizer on each set of
+    sharded weights."""
     rows = []
     for name, shown in SHARDED.items():
         spent = [found[name] for found in content["figures"].values()]
@@ -91,8 +92,8 @@ def sharded_libraries(content: dict[str, Any]) -> Rows:
 
 
 def pc_layers(content: dict[str, Any]) -> Rows:
-    """Return the time of a step and the bytes of masters and state, relative to a run without PC
-    layers."""
+    """Return the time of a step, and the bytes of master weights and state, relative to a run
+    without PC layers."""
     sides = {"materialized": content, "in the graph": content["variants"]["pc.evaluator=in_graph"]}
     without = content["variants"]["pc=null"]
 
@@ -114,7 +115,7 @@ TABLES: list[tuple[str, str, Callable[[dict[str, Any]], Rows]]] = [
 
 
 def recorded(name: str) -> Any:
-    """Return a file of benchmarks/results."""
+    """Read a file in benchmarks/results."""
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
@@ -166,9 +167,10 @@ def test_the_planned_cost_of_rules_is_that_of_full_runs() -> None:
 
 
 def known_figures() -> list[tuple[float, ...]]:
-    """Return the mean with its error, and the mean with its interval, of every variant of every
-    complete study, and of the difference of any two variants with the same seeds, also of the
-    first three seeds. The tokens that AdamW needs are included, with their interval."""
+    """Return all figures that a page may quote from complete studies: for every variant and for the
+    difference of any two variants with the same seeds, the mean with its standard error, and the
+    mean with its interval. Figures for the first three seeds, and the number of tokens that AdamW
+    needs with its interval, are included."""
     groups: dict[tuple[int, ...], list[list[float]]] = {}
     known: list[tuple[float, ...]] = []
     for path in (ROOT / "studies").rglob("results.json"):

@@ -1,4 +1,5 @@
-"""The wheel: one import package that needs only torch and works next to any other packages."""
+"""The wheel contains one import package, which requires only torch and works next to any other
+package."""
 
 import os
 import re
@@ -51,13 +52,13 @@ wrong: int = msign(nn.Linear(4, 8).weight)
 
 
 def run(*command: str | Path, folder: Path, code: int = 0) -> str:
-    """Return the output of a command in `folder`, which finds no other checkout."""
+    """Run a command in `folder`, where it finds no other checkout, and return the output."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
     return output_of(*command, folder=folder, variables=environment, code=code)
 
 
 def closure(name: str) -> set[str]:
-    """Return the installed distributions that `name` needs, including itself."""
+    """Return the installed distributions that `name` requires, including `name`."""
     found, queue = set(), [name]
     while queue:
         dist = distribution(queue.pop())
@@ -71,7 +72,7 @@ def closure(name: str) -> set[str]:
 
 @pytest.fixture(scope="session")
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of its sources."""
+    """The wheel, built from a copy of the sources."""
     source, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheel"))
     for name in ("pyproject.toml", "LICENSE", "docs/library.md"):
         (source / name).parent.mkdir(exist_ok=True)
@@ -85,7 +86,8 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with torch, its requirements, and the wheel."""
+    """The interpreter of an environment that contains torch, the requirements of torch, and the
+    wheel."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder)
     python = folder / "bin" / "python"
@@ -118,7 +120,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(root: Path, wheel: Path) -
 
 
 def test_every_optimizer_steps_beside_other_packages(environment: Path, tmp_path: Path) -> None:
-    """A user's own models/ and another package named spectral are not touched."""
+    """The user's own folder models/, and another package named spectral, are not imported."""
     for name in ("models", "parallel", "training", "spectral"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('not the library')")
@@ -128,7 +130,7 @@ def test_every_optimizer_steps_beside_other_packages(environment: Path, tmp_path
 
 @pytest.mark.parametrize("python", OTHERS or ["none"])
 def test_another_torch_takes_the_wheel(python, wheel, root, tmp_path) -> None:
-    """`TORCH_PYTHONS=PYTHON:PYTHON ...` names interpreters with torch and without the wheel."""
+    """`TORCH_PYTHONS=PYTHON:PYTHON ...` lists interpreters that have torch but not the wheel."""
     if python == "none":
         pytest.skip("TORCH_PYTHONS names no interpreter with another torch")
     zipfile.ZipFile(wheel).extractall(tmp_path / "packages")

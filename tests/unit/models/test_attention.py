@@ -1,5 +1,5 @@
-"""Attention, plain and with caps and windows, against attention on whole scores; attention
-kernels."""
+"""Attention, with and without caps and windows, compared with attention computed from all scores;
+attention kernels."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ Problem = tuple[Tensor, Tensor, Tensor]
 
 
 def problem(s: int, t: int, groups: int = 2, dtype: torch.dtype = torch.float64) -> Problem:
-    """Return queries of 4 heads, keys and values; the scores have a standard deviation of 3."""
+    """Return queries of 4 heads, keys and values. The queries have a standard deviation of 3."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -42,7 +42,7 @@ def problem(s: int, t: int, groups: int = 2, dtype: torch.dtype = torch.float64)
 
 
 def visible(s: int, t: int, window: int | None) -> Tensor:
-    """Return the mask of keys that a query sees `[s, t]`, pair by pair."""
+    """Return the mask of the keys that each query attends to, `[s, t]`, computed pair by pair."""
     pairs = [
         [key <= query and (window is None or key > query - window) for key in range(t)]
         for query in range(t - s, t)
@@ -55,7 +55,8 @@ DOCUMENTS = [[3, 1, 5, 11], [20]]
 
 
 def documents(s: int, t: int) -> DocumentRange:
-    """Return the documents of the last s positions of sequences of t (the last rank's chunk)."""
+    """Return the documents at the last s of t positions in each sequence, which are the last rank's
+    chunk."""
     rows = []
     for lengths in DOCUMENTS:
         begins = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -65,7 +66,8 @@ def documents(s: int, t: int) -> DocumentRange:
 
 
 def same_document(s: int, t: int) -> Tensor:
-    """Return the mask of keys of a query's document `[2, s, t]`, pair by pair."""
+    """Return the mask of the keys in the same document as each query, `[2, s, t]`, computed pair by
+    pair."""
     numbers = [[i for i, n in enumerate(lengths) for _ in range(n)] for lengths in DOCUMENTS]
     rows = [[[a == b for b in row[:t]] for a in row[t - s : t]] for row in numbers]
     return torch.tensor(rows)
@@ -86,7 +88,8 @@ def reference(
     window: int | None,
     apart: DocumentRange | None = None,
 ) -> Tensor:
-    """Compute the definition: scores of every pair, cap, mask, softmax, values."""
+    """Compute attention by its definition: scores of all pairs, cap, mask, softmax, weighted
+    values."""
     found = scores(query, key, scale)
     if cap is not None:
         found = cap * torch.tanh(found / cap)
@@ -110,8 +113,8 @@ def outputs_and_gradients(function, inputs: Problem, *arguments: object) -> list
 @pytest.mark.parametrize("window", [None, 1, ROWS + 3, 10_000])
 @pytest.mark.parametrize(("s", "t"), [(9, 9), (2 * ROWS + 5, 2 * ROWS + 5), (6, 20)])
 def test_equals_the_definition(cap: float | None, window: int | None, s: int, t: int) -> None:
-    """Test one and several blocks of queries, and the last queries of a sequence, as in context
-    parallelism."""
+    """Test one block and several blocks of queries, and the last queries of a sequence, as in
+    context parallelism."""
     arguments = (0.4, cap, window)
     ours = outputs_and_gradients(softcapped_attention, problem(s, t), *arguments)
     expected = outputs_and_gradients(reference, problem(s, t), *arguments)
@@ -162,7 +165,8 @@ def test_small_bfloat16_attention_on_a_cpu_only_rounds_its_results() -> None:
 
 
 def test_scores_never_exist_in_full() -> None:
-    """Forward and backward create less than one float32 copy of the scores of all heads."""
+    """The forward and backward passes allocate less memory than one float32 copy of all heads'
+    scores."""
     length = 8 * ROWS
     inputs = problem(length, length, dtype=torch.float32)
     one_copy = 4 * 2 * 4 * length**2
@@ -192,7 +196,7 @@ def test_the_largest_logit_of_a_layer_is_one_that_its_mask_lets_through(family, 
 
 @pytest.mark.parametrize(("s", "t"), [(20, 20), (5, 20), (4, 7), (9, 9)])
 def test_documents_see_themselves_alone(s: int, t: int) -> None:
-    """Test whole sequences and their last part, as in context parallelism."""
+    """Test whole sequences, and the last part of sequences as in context parallelism."""
     inputs, apart = problem(s, t), documents(s, t)
     for function, given in (
         (softcapped_attention, (3.0, 4)),
@@ -212,8 +216,8 @@ def one_after_another(
     query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *most: int,
     scale: float, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute PyTorch's varlen_attn by its definition, document by document; queries have the last
-    positions."""
+    """Compute PyTorch's varlen_attn by its definition, document by document. The queries are at the
+    last positions."""
     assert options["window_size"] == (-1, 0)
     assert options["enable_gqa"] == (query.shape[1] != key.shape[1])
     ends = [each.tolist() for each in (queries, keys)]
@@ -265,7 +269,8 @@ def test_the_named_kernel_is_the_one_that_runs(world: Groups, tmp_path: object) 
 
 
 def test_a_fused_kernel_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test the rule for GPUs on a CPU: values of another width have no fused kernel."""
+    """Test the rule for GPUs on a CPU: no fused kernel supports values whose width differs from
+    that of the keys."""
     monkeypatch.setattr(attention, "allowed_kernels", lambda query: sdpa_kernel(FUSED))
     query, value = torch.randn(8, 1, 4, 16), torch.randn(8, 1, 4, 6)
     causal_attention(query, query, query, 0.25)

@@ -1,4 +1,5 @@
-"""The loss by chunks of the vocabulary against the loss with all logits."""
+"""The loss computed in chunks of the vocabulary, compared with the loss computed from all
+logits."""
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def problem(tokens: int, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("chunk", [1, 10, 37, 100])
 def test_equals_torch(chunk: int, cap: float | None) -> None:
-    """Test chunks that divide the vocabulary, chunks that do not, and a larger chunk."""
+    """Test chunk sizes that divide the vocabulary size, that do not divide it, and that exceed
+    it."""
     hidden, weight, labels = problem(9, 6, 37)
     labels[:2] = torch.tensor([0, 36])
     ours, _ = losses_and_normalizers(hidden, weight, labels, chunk=chunk, group=None, softcap=cap)
@@ -52,7 +54,8 @@ def test_bfloat16_is_as_near_as_with_all_logits() -> None:
 
 
 def test_logits_never_exist_in_full() -> None:
-    """All tensors of forward and backward take less than one float32 copy of the logits."""
+    """All tensors of the forward and backward passes take less memory than one float32 copy of the
+    logits."""
     hidden, weight, labels = (x.detach() for x in problem(128, 8, 4096))
     h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
 
@@ -68,7 +71,8 @@ def test_logits_never_exist_in_full() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_the_model_is_the_same(name: str, world: Groups) -> None:
-    """Losses, gradients and, without labels, logits agree; parameters have Megatron's names."""
+    """The losses, the gradients and, without labels, the logits agree. Parameters have Megatron's
+    names."""
     results = []
     shape = tiny_model(name)
     for loss_chunk in (None, 7):

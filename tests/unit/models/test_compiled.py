@@ -1,4 +1,5 @@
-"""Compiled norms, rotary positions and activations: equal results, and no graph compiled twice."""
+"""Compiled norms, rotary embeddings and activations give equal results, and no graph is compiled
+twice."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -33,7 +34,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _no_graphs_before() -> Iterator[None]:
-    """Clear the process's graphs before and after a test."""
+    """Clear all compiled graphs before and after each test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -61,7 +62,8 @@ def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Gro
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_sums_that_are_left_to_norms_are_recomputed(recompute: str, world: Groups) -> None:
-    """Each pass over a layer computes the sum once per norm, except the first and the last."""
+    """Each pass over a layer computes one residual sum per norm, except for the first and the last
+    norm."""
     plain, _ = drawn(MODELS["llama"], torch.float64)
     fused, _ = drawn(MODELS["llama"], torch.float64, recompute=recompute)
     fuse_blocks_([fused], "eager")

@@ -1,4 +1,4 @@
-"""Releases of megatron-core that are accepted, accepted with a warning, or refused."""
+"""Releases of megatron-core that are accepted, accepted with a warning, or rejected."""
 
 import warnings
 from importlib.metadata import version
@@ -51,7 +51,8 @@ COMPILERS = {
     "echo 'fatal error: Python.h: No such file' >&2; exit 1": "Python.h, which is not in /",
     None: "a C compiler: {} does not start (No such file or directory)",
 }
-"""What is missing for a compiler, a script; None: there is no file."""
+"""Maps the script of a fake compiler to the missing requirement, or to None if nothing is missing.
+"""
 
 
 @pytest.mark.parametrize("script", COMPILERS)

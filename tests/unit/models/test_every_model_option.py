@@ -1,4 +1,4 @@
-"""Every key of the sections `model` and `pc` changes weights, losses, gradients or PC(W)."""
+"""Every key in sections `model` and `pc` affects weights, losses, gradients or PC(W)."""
 
 from dataclasses import fields, replace
 from functools import cache
@@ -30,7 +30,7 @@ SECTIONS: dict[str, tuple[type[Section], ModelConfig]] = {
     "latent.": (LatentConfig, tiny_model("deepseek")),
     "rope_scaling.": (RopeScalingConfig, tiny_model("llama", rope_scaling=YARN)),
 }
-"""The class of each section, and the model in which its options are changed."""
+"""Maps each section to its class and to the model in which its options are changed."""
 BESIDE: dict[str, ModelConfig] = {
     **{key: tiny_model("gpt") for key in ("activation", "qk_norm")},
     **{key: tiny_model("gemma2") for key in SETTINGS["gemma2"] if key != "activation"},
@@ -42,7 +42,7 @@ BESIDE: dict[str, ModelConfig] = {
     **{f"init.{key}": tiny_model("llama", init=PLAIN) for key in ("std", "depth_scaled")},
     "init.depth_scaling": tiny_model("llama", init=replace(PLAIN, depth_scaled=True)),
 }
-"""Models for options that have no effect in the model of their section."""
+"""Models for options that have no effect on the model of their section."""
 OTHER: dict[str, Any] = {
     "family": "gemma2",
     "heads": 2,
@@ -54,7 +54,7 @@ OTHER: dict[str, Any] = {
     "moe.expert_groups": 1,
     "rope_scaling.attention_factor": 1.5,
 }
-"""Values where another value is not obvious."""
+"""Values for options whose other values are not obvious."""
 ELSEWHERE = {
     *("moe", "latent"),  # sections that a family needs
     *("attention_backend", "attention_kernel", "moe.backend"),  # the results are the same
@@ -69,7 +69,7 @@ WALK = [
 
 
 def changed(model: ModelConfig, key: str) -> ModelConfig:
-    """Return the model with another value of an option."""
+    """Return the model with a different value of an option."""
     section, _, name = key.rpartition(".")
     owner = getattr(model, section) if section else model
     other = OTHER[key] if key in OTHER else another(type(owner), name, getattr(owner, name))
@@ -92,7 +92,7 @@ def results(model: ModelConfig) -> dict[str, Tensor]:
 
 
 def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether names and bits are equal."""
+    """Return whether both results have the same names and bitwise equal tensors."""
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -106,7 +106,8 @@ def test_every_option_of_a_model_has_an_effect(key: str, world: object) -> None:
 FITTED = PolynomialConfig(kind="fitted")
 OVERRIDE = PCOverride(roles=["o", "down"], layers=(1, 1), level=4)
 IN_TRAINING = {"learnable_gamma", "gamma_lr", "gamma_weight_decay", "evaluator"}
-"""Options of gamma's steps and of the place of PC(W): see tests/unit/parallel/optimizer."""
+"""Options that affect the steps of gamma, or where PC(W) is computed. tests/unit/parallel/optimizer
+tests them."""
 PC: dict[str, Any] = {
     "blocks": ["o"],
     "level": 3,
@@ -139,7 +140,7 @@ PAIRS: dict[str, tuple[PCConfig, PCConfig]] = {
 
 
 def effective(pc: PCConfig) -> dict[str, Tensor]:
-    """Return PC(W) of one random weight as every PC layer of a model, after one update of it."""
+    """Return PC(W) of the same random weight for every PC layer of a model, after one update."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1, 12, 20, generator=generator, dtype=torch.float64)
     found = {}

@@ -1,4 +1,5 @@
-"""One table names the model families; exports have the tensors of transformers' classes."""
+"""A single table lists the model families. Exports have the same tensors as transformers'
+classes."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -38,7 +39,7 @@ def test_a_family_without_a_class_in_transformers_is_not_exported(monkeypatch) -
     ],
 )
 def test_the_tensors_are_those_of_transformers_and_cover_ours(family, changes) -> None:
-    """Tests of imports compare the values, also those of experts, which transformers 5 fuses."""
+    """The import tests compare the values, also those of experts, which transformers 5 fuses."""
     model = tiny_model(family, **changes)
     settings = config_json(model, dtype="float32", positions=32, end_token=0)
     with torch.device("meta"):

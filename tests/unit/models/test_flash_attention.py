@@ -1,4 +1,5 @@
-"""Attention by FlashAttention's packages, with a stand-in for their interface, and refusals."""
+"""Attention with the FlashAttention packages, replaced by a fake with the same interface, and
+errors."""
 
 import math
 import sys
@@ -22,8 +23,8 @@ ASKED = ["model.attention_kernel=flash_attention_3", "train.precision=bf16"]
 
 
 def stand_in(with_sums: bool) -> SimpleNamespace:
-    """Return a module whose `flash_attn_func` has the packages' arguments, layout and mask: scores
-    of every pair, causal from the lower right corner."""
+    """Return a module whose `flash_attn_func` has the same arguments, layout and mask as in the
+    packages. It computes all scores, with a causal mask aligned to the last query and key."""
 
     def flash_attn_func(
         q: Tensor,

@@ -1,4 +1,5 @@
-"""Liger's loss and our backward passes in Triton: results in the interpreter, and refusals."""
+"""Liger's loss and Spectrain's backward kernels in Triton: results in the interpreter, and
+errors."""
 
 import importlib.util
 

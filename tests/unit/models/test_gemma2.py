@@ -1,4 +1,4 @@
-"""The special features of Gemma 2, in 16 bits, against transformers."""
+"""Features specific to Gemma 2, in 16 bits, compared with transformers."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_gains_around_one_keep_their_digits(dtype: torch.dtype) -> None:
 
 
 def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
-    """In bfloat16 the factor is rounded as well: sqrt(48) = 6.928 becomes 6.9375."""
+    """In bfloat16, the factor is rounded as well: sqrt(48) = 6.928 becomes 6.9375."""
     model = tiny_model("gemma2", hidden=48)
     (ours,) = (
         m for m in built(model, torch.bfloat16)[0].modules() if isinstance(m, ScaledEmbedding)

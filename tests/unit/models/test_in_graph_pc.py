@@ -32,7 +32,7 @@ def built(
 
 
 def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
-    """Return the mean loss of a fixed batch; with `train`, accumulate gradients."""
+    """Return the mean loss of a fixed batch. With `train`, also accumulate gradients."""
     model.zero_gradients()
     model.wait_for_weights()
     tokens, labels = tokens_of(4, 8, 60)
@@ -68,7 +68,8 @@ def test_the_models_weight_has_the_mapped_singular_values(world):
 
 
 def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
-    """The run equals a run with masters bit for bit, and stores only W, gamma, u, v and states."""
+    """The run equals a run with master weights bit for bit, and stores only W, gamma, u, v and
+    optimizer state."""
     runs = {}
     for apart in (False, True):
         model, optimizer = built(world, PCConfig(level=4), dtype=torch.bfloat16, apart=apart)
@@ -89,8 +90,8 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_gammas_gradient_is_summed_over_tensor_ranks_where_its_layers_is(sequence_parallel):
-    """The gradient of a cut layer is whole on every rank; the gradient of a replicated layer covers
-    a rank's tokens."""
+    """For a split layer, every rank has the whole gradient. For a replicated layer, a rank's
+    gradient covers only the rank's tokens."""
     pc = PCConfig(level=4, evaluator="in_graph", blocks=["q_a", "v_b", "o"])
     units = with_gammas(all_units(tiny_model("deepseek"), tensor_size=2), pc)
     summed = {u.name: u.summed_over_tensor(sequence_parallel) for u in units}

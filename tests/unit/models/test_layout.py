@@ -1,4 +1,4 @@
-"""Sequences cut over context ranks and reassembled in order."""
+"""Sequences are split across context ranks and reassembled in order."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The mixture-of-experts block against a loop over experts in plain PyTorch."""
+"""The mixture-of-experts block, compared with a loop over experts in plain PyTorch."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def swiglu(x, gate_up, down):
 
 
 def reference(x, weights, moe, bias):
-    """Compute the block's output `[tokens, hidden]` with every expert on every token."""
+    """Compute the block's output `[tokens, hidden]` by applying every expert to every token."""
     logits = x @ weights["router"].T
     scores = logits.sigmoid() if moe.score == "sigmoid" else logits.softmax(1)
     chosen = (scores + bias).topk(moe.top_k, dim=1).indices
@@ -59,7 +59,7 @@ def reference(x, weights, moe, bias):
 
 
 def weights_of_layer(parameters, layer):
-    """Return the parameters of one layer by their names within it."""
+    """Return the parameters of one layer by their names within the layer."""
     prefix = f"layers.{layer}."
     return {
         name.removeprefix(prefix): parameter
@@ -100,7 +100,7 @@ def test_block_is_the_sum_over_experts(world, setting):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_are_those_of_one_expert_after_the_other(world, dtype):
-    """Test experts with and without tokens."""
+    """Some experts have tokens, and others have none."""
     found = {}
     for backend in ("sequential", "grouped"):
         chunk, parameters = drawn(mixture(backend=backend), dtype)

@@ -1,4 +1,4 @@
-"""A family that is added as in CONTRIBUTING: a record, a builder, a recipe, and an entry of a test
+"""A family added as described in CONTRIBUTING: a record, a builder, a recipe and an entry in a test
 list are enough."""
 
 from pathlib import Path
@@ -45,7 +45,7 @@ def build(model, config, chunk, **options):
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, folder: str, tmp_path: Path) -> Config:
-    """Return a config of the family, which exists only during the test."""
+    """The config of a run with the new family, which exists only during the test."""
     (tmp_path / "sandwich_builder.py").write_text(BUILDER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(FAMILIES, "sandwich", RECORD)

@@ -1,4 +1,4 @@
-"""Recomputed activations: equal loss and gradients with fewer bytes kept."""
+"""Activation recomputation gives equal losses and gradients and keeps fewer bytes."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ MODELS = {
 
 
 def loss_and_gradients(model: ModelConfig, recompute: str) -> dict[str, Any]:
-    """Return loss, gradients, tokens per expert, and the bytes kept for backward."""
+    """Return the loss, the gradients, the number of tokens per expert, and the bytes kept for the
+    backward pass."""
     chunk, parameters = drawn(model, recompute=recompute)
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
     kept: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Scaled rotary positions equal transformers', with the settings of published models."""
+"""Scaled rotary embeddings equal those of transformers, for the settings of published models."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ PUBLISHED = {
 
 
 def model_of(name: str) -> ModelConfig:
-    """Return a model with the rotary positions of a published model."""
+    """Return a model with the rotary embeddings of a published model."""
     size, base, scaling = PUBLISHED[name]
     return ModelConfig(
         layers=1, hidden=4 * size, heads=4, ffn=8, vocab_size=9, rope_base=base,
@@ -40,7 +40,8 @@ def model_of(name: str) -> ModelConfig:
 
 
 def in_float64(name: str) -> tuple[torch.Tensor, float]:
-    """Compute frequencies and scale by the papers' definitions, wavelength by wavelength."""
+    """Compute the frequencies and the scale from the definitions in the papers, one wavelength at a
+    time."""
     size, base, scaling = PUBLISHED[name]
     factor, length = scaling["factor"], scaling.get(LENGTH, 0)
     found, scale = [], 1.0

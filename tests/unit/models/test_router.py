@@ -1,5 +1,5 @@
-"""The routed scale against the paper and its closed form, MaxVio against hand-computed values, and
-the expert bias of a router that prefers one expert."""
+"""The routed scale, compared with the paper and a closed form; MaxVio, compared with values
+computed by hand; and the expert bias of a router that prefers one expert."""
 
 from math import sqrt
 
@@ -32,7 +32,7 @@ def test_max_violation_by_hand():
 
 
 def skewed():
-    """Return the chunk of a model, and hidden states for which its routers prefer expert 0."""
+    """Return a model chunk, and hidden states for which its routers prefer expert 0."""
     chunk, parameters = drawn(mixture())
     direction = torch.nn.functional.normalize(torch.ones(32, dtype=torch.float64), dim=0)
     for layer in (1, 2):
@@ -47,7 +47,7 @@ def skewed():
 
 
 def violations(chunk, hidden, steps, rate):
-    """Return MaxVio `[steps, layers]` of successive steps on the tokens `hidden`."""
+    """Return MaxVio `[steps, layers]` for consecutive steps on the hidden states `hidden`."""
     found = []
     for _ in range(steps):
         for router in routers([chunk]):

@@ -1,4 +1,4 @@
-"""A tied embedding gets the gradient of both uses, in any order of the engine's sums."""
+"""A tied embedding gets the gradient of both uses, in whatever order megatron-core sums them."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ LENGTH = 8
 
 
 def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """Return the units' gradients summed over two micro-batches."""
+    """Return each unit's gradient, summed over two micro-batches."""
     tokens, labels = tokens_of(4, LENGTH, 60)
     model.zero_gradients()
     for part in (slice(0, 2), slice(2, 4)):

@@ -1,4 +1,4 @@
-"""Units: views that alias the parameter, cover it, and split it as an unfused model would."""
+"""Units are views that alias their parameter, cover it, and split it as in an unfused model."""
 
 from dataclasses import replace
 from itertools import product
@@ -66,7 +66,7 @@ def test_coverage_names_what_is_missing_or_claimed_twice():
 
 @EVERY_CASE
 def test_initial_norms_are_the_radius_of_the_logical_shape(case):
-    """Only the embedding and the head keep the standard deviation of their draw."""
+    """Only the embedding and the head keep the standard deviation with which they were drawn."""
     model, options = CASES[case]
     deviations = {"embedding": model.init.embedding_std, "head": model.init.head_std}
     units, parameters = initialized(model, **options)
@@ -103,7 +103,7 @@ def test_initial_weights_do_not_depend_on_the_layout(case, init):
 
 
 def test_the_draw_does_not_depend_on_how_weights_are_split():
-    """The scale by depth, which applies only to the up projection, does not depend on the division
+    """Depth scaling, which applies only to the up projection, does not depend on the division
     either."""
     init = InitConfig(spectral=False, depth_scaled=True, depth_scaling="layer")
     plain = replace(MODEL, layers=1, init=init)
@@ -122,8 +122,9 @@ def test_the_draw_does_not_depend_on_how_weights_are_split():
     [*((name, "head") for name in RULES), *(("muon_sphere", g) for g in GRANULARITIES[1:])],
 )
 def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, world):
-    """Compare q, k, v heads, gate and up inside fused parameters, and all others, with separate
-    parameters, each with its own rate and decay; a rule that rescales must not rescale a copy."""
+    """Compare all units, including q, k and v heads, gate and up in fused parameters, with separate
+    parameters, each with its own learning rate and weight decay. A rule that rescales weights must
+    not rescale a copy."""
 
     def assign(unit):
         assigned = assign_matrices(name)(unit)
@@ -182,8 +183,8 @@ def test_model_size_counts_a_known_mixture():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_of_a_token_are_those_of_the_products(name, world):
-    """PyTorch's plain attention also computes masked scores: each token attends to the whole
-    sequence, the mean number of keys in a sequence of twice the length."""
+    """PyTorch's plain attention also computes masked scores, so each token attends to the whole
+    sequence. This is the mean number of keys in a sequence of twice the length."""
     model = replace(MODELS[name], attention_softcap=None, sliding_window=None)
     chunk, _ = drawn(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""16-bit products on a CPU without instructions for them run in float32, in both passes."""
+"""On a CPU without 16-bit matmul instructions, 16-bit matmuls run in float32, in both passes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PRODUCTS = {f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm")
 
 @pytest.fixture
 def chunk(monkeypatch: pytest.MonkeyPatch, world: Groups) -> torch.nn.Module:
-    """Return a bfloat16 model on a CPU without bfloat16 instructions."""
+    """A bfloat16 model on a CPU without bfloat16 instructions."""
     monkeypatch.setattr(library, "SLOW_ON_CPU", {torch.bfloat16})
     return drawn(tiny_model("llama"), torch.bfloat16)[0]
 

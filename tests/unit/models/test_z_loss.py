@@ -1,4 +1,5 @@
-"""The z-loss of every loss path against autograd in float64, and runs without a z-loss."""
+"""The z-loss in every implementation of the loss, compared with autograd in float64, and runs
+without a z-loss."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,11 +20,11 @@ from tests.tiny_families import tiny_model
 from training.step import mean_loss
 
 Z = 0.3
-"""A coefficient whose gradients are as large as the gradients of the loss."""
+"""A coefficient that makes the gradients of the z-loss as large as the gradients of the loss."""
 
 
 def by_autograd(logits: Tensor, labels: Tensor, z_loss: float = Z) -> Tensor:
-    """Compute the training loss from logits `[..., v]` by its definition."""
+    """Compute the training loss from logits `[..., v]`, by its definition."""
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
     return losses + z_loss * logits.logsumexp(-1).square().mean()
 
@@ -48,7 +49,7 @@ def test_chunks_equal_autograd(chunk: int, cap: float | None) -> None:
 @pytest.mark.parametrize("loss_chunk", [None, 7])
 @pytest.mark.parametrize("name", ["llama", "tied llama", "gemma2"])
 def test_models_equal_autograd(name, loss_chunk, dtype, world) -> None:
-    """The loss, both figures and all gradients agree; gemma2 caps its logits."""
+    """The loss, both metrics and all gradients agree. gemma2 caps its logits."""
     shape = tiny_model(name.removeprefix("tied "), tie_embeddings=name.startswith("tied"))
     model, parameters = drawn(shape, dtype, loss_chunk=loss_chunk, z_loss=True)
     tokens, labels = tokens_of(4, 16, 60)
@@ -80,7 +81,7 @@ def test_validation_is_without_it(loss_chunk: int | None, world: Groups) -> None
 
 
 def test_of_large_logits_and_foreign_labels() -> None:
-    """Logits of 1e4 do not overflow; a label on no rank has no effect and no gradient."""
+    """Logits of 1e4 do not overflow. A label that is on no rank has no effect and no gradient."""
     hidden = torch.full((2, 4), 50.0, dtype=torch.float64, requires_grad=True)
     weight = torch.full((8, 4), 50.0, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([3, -100])
@@ -96,7 +97,8 @@ def test_of_large_logits_and_foreign_labels() -> None:
 
 
 def test_without_it_the_loss_is_the_engines(world: Groups) -> None:
-    """Forward and backward run the engine's operations; a z-loss adds no pass over the logits."""
+    """The forward and backward passes run megatron-core's operations. A z-loss adds no pass over
+    the logits."""
     _, labels = tokens_of(4, 16, 60)
 
     def launched(loss: Callable[[Tensor, Tensor], Tensor]) -> Counter[str]:
@@ -116,5 +118,5 @@ def test_without_it_the_loss_is_the_engines(world: Groups) -> None:
 
 
 def shapes(kinds: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of an operation's tensors."""
+    """Return the shapes of the tensors of an operation."""
     return [tuple(shape) for shape, _, _ in kinds]

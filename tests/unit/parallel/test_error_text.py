@@ -1,4 +1,4 @@
-"""Errors of other libraries in one line."""
+"""Errors of other libraries are shown in one line."""
 
 import pytest
 

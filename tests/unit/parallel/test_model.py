@@ -1,4 +1,4 @@
-"""Modules wait for the new weights that they use."""
+"""Modules wait for the new weights that they use, and for no others."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 
 
 class Arriving:
-    """An all-gather of a bucket, which is NaN until it is waited for."""
+    """An all-gather of a bucket, which contains NaN until `wait` is called."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat, self.values = flat, flat.clone()
         flat.fill_(torch.nan)
 
     def wait(self) -> None:
-        """Let the weights arrive."""
+        """Write the weights to the bucket."""
         self.flat.copy_(self.values)
 
 

@@ -1,4 +1,4 @@
-"""Sums of weights between steps."""
+"""Checksums of weights between steps."""
 
 import re
 
@@ -13,7 +13,7 @@ from tests.update_cases import built
 
 
 def test_weights_of_a_checkpoint_are_taken_as_they_are(world) -> None:
-    """A change of the weights before loading is tested too."""
+    """The weights also change before they are loaded."""
     model, update = built(world, "muon", "none", recorded=False)
     watch = WeightWatch(update.optimizer)
     watch.note()
@@ -24,7 +24,7 @@ def test_weights_of_a_checkpoint_are_taken_as_they_are(world) -> None:
 
 
 def test_a_change_before_an_earlier_step_is_still_found(world) -> None:
-    """Steps between two checks note the changed weight again."""
+    """Steps between two checks record the changed weight again."""
     model, update = built(world, "muon", "none", recorded=False)
     watch = WeightWatch(update.optimizer)
     watch.note()

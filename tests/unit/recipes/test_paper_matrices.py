@@ -1,7 +1,8 @@
-"""Initial norms, condition numbers and penalties of the recipes equal the papers' definitions.
+"""Initial norms, condition numbers and penalties of the recipes match the definitions in the
+papers.
 
-Each recipe is built at width 64. The test cuts whole matrices out of Megatron's fused weights and
-decomposes them in float64, so it shares no code with the units.
+Each recipe is built at width 64. The tests extract whole matrices from Megatron's fused weights and
+decompose them in float64, so they share no code with the units.
 """
 
 import re
@@ -25,14 +26,14 @@ from training.step import Trainer
 
 
 def large(pattern: str):
-    """Return parameters of the recipes whose full names match."""
+    """Return the pytest parameters of all recipes whose full names match `pattern`."""
     return [each for each in every_recipe() if re.fullmatch(pattern, str(each.values[0]))]
 
 
 PC = r"llama1b_(adamw|muon)"
 GRAM = r"gpt160m_(adamw|muon)(_gram)?"
 MAPS = {"adamw": (3.625, -9.261, 14.097, -10.351, 2.890), "muon": (2.083, -1.643, 0.560)}
-"""Levels 4 and 2 of the PC paper, by optimizer."""
+"""Polynomials of levels 4 (AdamW) and 2 (Muon) in the PC paper."""
 
 
 def single(config: Config) -> Config:
@@ -41,7 +42,7 @@ def single(config: Config) -> Config:
 
 
 def still(config: Config) -> Config:
-    """Return the config in float32 with all rates zero, so that a step keeps the initial
+    """Return the config in float32 with all learning rates 0, so that a step keeps the initial
     weights."""
     optimizer = config.optimizer
     return replace(
@@ -57,15 +58,15 @@ def still(config: Config) -> Config:
 
 
 def built(name: str, folder, world: Groups, change=still) -> tuple[Config, Trainer]:
-    """Build a changed recipe at width 64."""
+    """Build a recipe at width 64, changed by `change`."""
     write_bytes(folder, 20_000)
     config = change(small_recipe(name, str(folder)))
     return config, build_trainer(config, world, *build_data(config))
 
 
 def matrices(config: Config, trainer: Trainer):
-    """Yield layer, role and float64 value `[out, in]` of the whole matrices of attention and dense
-    feed-forward blocks, as in the papers."""
+    """Yield the layer, role and float64 value `[out, in]` of each whole matrix in attention and
+    dense feed-forward blocks, as in the papers."""
     model = config.model
     weights = {name: w.detach().double() for name, w in trainer.model.parameters.items()}
     groups = model.query_groups
@@ -86,7 +87,7 @@ def matrices(config: Config, trainer: Trainer):
 
 
 def is_normal(weight: Tensor, std: float) -> None:
-    """Check the root mean square and the spectral norm of N(0, `std`^2)."""
+    """Check that the root mean square and the spectral norm match N(0, `std`^2)."""
     rows, cols = weight.shape
     # Five standard errors of the root mean square of these draws.
     slack = 5 / sqrt(2 * weight.numel())
@@ -98,9 +99,9 @@ def is_normal(weight: Tensor, std: float) -> None:
 
 @pytest.mark.parametrize("name", ["llama271m_adamw", *large("llama1b_(adamw|muon)"), *large(GRAM)])
 def test_initial_weights_are_those_of_the_paper(name: str, tmp_path, world: Groups) -> None:
-    """The PC paper's deviation is 0.02, divided by sqrt(2 (l + 1)) for o, up and down of layer l,
-    counted from 0. That of the Gram paper is min(1, sqrt(rows / cols)) / sqrt(cols), of whole q, k
-    and v."""
+    """In the PC paper, the standard deviation is 0.02, divided by sqrt(2 (l + 1)) for o, up and
+    down in layer l, counted from 0. In the Gram paper, it is min(1, sqrt(rows / cols)) /
+    sqrt(cols), for whole q, k and v."""
     config, trainer = built(name, tmp_path, world)
     for layer, role, weight in matrices(config, trainer):
         rows, cols = weight.shape
@@ -110,7 +111,7 @@ def test_initial_weights_are_those_of_the_paper(name: str, tmp_path, world: Grou
 
 @pytest.mark.parametrize("name", ["llama271m_muon_plus_plus"])
 def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(name, tmp_path, world) -> None:
-    """The norm is ||W||_2 = S = sqrt(rows / cols), of whole q, k and v, also after steps of
+    """The norm is ||W||_2 = S = sqrt(rows / cols), for whole q, k and v, also after steps of
     algorithm 2."""
     config, trainer = built(name, tmp_path, world, single)
     # Draw and factor are float32; a tracked norm is accurate to half a percent.
@@ -124,14 +125,15 @@ def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(name, tmp_path,
 
 
 def condition_number(values: Tensor) -> float:
-    """The PC paper's modified condition number: sigma_1 over the mean of the smallest tenth."""
+    """Return the modified condition number of the PC paper: sigma_1 divided by the mean of the
+    smallest tenth."""
     ordered = values.sort(descending=True).values
     return (ordered[0] / ordered[-ceil(0.1 * len(ordered)) :].mean()).item()
 
 
 @pytest.mark.parametrize("name", large(f"{PC}(_pc)?"))
 def test_the_condition_number_is_that_of_the_pc_papers_matrices(name, tmp_path, world) -> None:
-    """Test GMCN over whole q, k, v, o, gate, up and down; PC layers use PC(W)."""
+    """Test the GMCN of whole q, k, v, o, gate, up and down. For PC layers, PC(W) is used."""
     plain, twin = built(name.removesuffix("_pc"), tmp_path, world)
     groups: dict[str, list[float]] = {"": [], "/pc": [], "/qkv": []}
     for _, role, weight in matrices(plain, twin):
@@ -158,7 +160,7 @@ def test_the_condition_number_is_that_of_the_pc_papers_matrices(name, tmp_path, 
 
 @pytest.mark.parametrize("name", large(GRAM))
 def test_the_penalty_is_that_of_the_gram_papers_matrices(name, tmp_path, world) -> None:
-    """Test the sum of ||OffDiag(W^T W)||_F^2 over whole v, o and down."""
+    """Test the sum of ||OffDiag(W^T W)||_F^2 over all whole v, o and down matrices."""
 
     def penalised(config: Config) -> Config:
         section = config.gram_penalty or GramPenaltyConfig()

@@ -1,5 +1,5 @@
-"""Recipes load, fit their machines and use the sizes and settings of their sources; models and
-rules compose."""
+"""Recipes load, fit their machines and use the sizes and settings of their sources. Models and
+rules can be combined."""
 
 from itertools import product
 from math import sqrt
@@ -23,7 +23,7 @@ RULES = {
     "gram_paper_adamw": "adamw",
     "gram_paper_muon": "muon",
 }
-"""Files of configs/base that set a rule, and the rule."""
+"""Maps the files in configs/base that set a rule to the rule."""
 ON_SPHERES = ("muon_sphere", "spectral_sphere", "muon_plus_plus")
 
 # A rule with a recipe, parameters with both vocabularies, active parameters, billions of tokens and
@@ -45,12 +45,12 @@ SIZES = {
     "gpt1.4b": ("muon", 1_414_108_160, 1_414_108_160, 28.280, 1_048_576),
 }
 MODELS = [*SIZES, "tiny", "tiny_moe", "tiny_deepseek"]
-"""Files of configs/base that set a model."""
+"""Files in configs/base that set a model."""
 MIXTURES = ("moe_8b_a1b", "deepseek16b")
 
 
 def rule_of(name: str) -> str:
-    """Return the rule of a recipe's matrices, by the end of its name."""
+    """Return the rule for the matrices of a recipe, given by the end of its name."""
     stem = name.removesuffix("_pc").removesuffix("_gram")
     ends = (end for end in sorted(RULES, key=len, reverse=True) if stem.endswith(f"_{end}"))
     return RULES[next(ends)]
@@ -99,8 +99,9 @@ def test_a_null_routed_scale_is_the_papers(name: str, scale: float) -> None:
     [("llama1b_adamw_pc", 0.391, 0.258), ("llama1b_muon_pc", 0.235, 0.191)],
 )
 def test_pc_layers_cost_what_their_paper_counts(name: str, bound: float, exact: float) -> None:
-    """Test the FLOPs relative to those of the blocks, in percent (appendix G.1): k products with
-    the smaller Gram matrix, q power iterations, and twice as much in the backward pass."""
+    """Test the FLOPs of PC layers relative to the FLOPs of the blocks, in percent (appendix G.1): k
+    products with the smaller Gram matrix, q power iterations, and twice as many FLOPs in the
+    backward pass."""
     config = recipe(name)
     assert config.pc is not None and config.pc.level is not None
     k, q = config.pc.level, config.pc.steps
@@ -118,7 +119,8 @@ def test_pc_layers_cost_what_their_paper_counts(name: str, bound: float, exact: 
 
 @pytest.mark.parametrize(("width", "millions"), [(256, 73), (512, 191), (1024, 558), (2048, 1820)])
 def test_the_width_sweep_is_that_of_the_sso_paper(width: int, millions: int) -> None:
-    """Compare 70M to 1.8B parameters with heads of constant size, and 30B tokens (A.5)."""
+    """The models have 70M to 1.8B parameters and heads of constant size, and train on 30B tokens
+    (A.5)."""
     config = recipe(f"qwen3_width{width}_sso")
     model, train = config.model, config.train
     assert (model.hidden, model.heads * 128, model.ffn) == (width, width, 3 * width)
@@ -152,8 +154,8 @@ def test_roles_are_those_of_the_units(name: str, keys: list[str]) -> None:
 
 
 def test_dense_1_7b_has_the_atomic_modules_of_the_sso_paper() -> None:
-    """The model has 1008 modules, with radius 0.25 for q, k and v, 1 for o, 1.732 for gate and up,
-    and 0.577 for down."""
+    """The model has 1008 modules. The radius is 0.25 for q, k and v, 1 for o, 1.732 for gate and
+    up, and 0.577 for down."""
     model = recipe("qwen3_1.7b_sso").model
     matrices = [u for u in all_units(model) if u.is_matrix and u.role not in ("embedding", "head")]
     assert len(matrices) == 36 * 28 and model.padded_vocab == 100_352
@@ -236,7 +238,7 @@ def test_a_gram_recipe_is_its_plain_twin_with_the_papers_penalty(name: str) -> N
 
 
 def composed(folder: Path, model: str, rule: str) -> Path:
-    """Write a user's file that combines a rule and a model."""
+    """Write a config file, as a user would, that combines a rule and a model."""
     base = [str(Path("configs/base").resolve() / f"{name}.yaml") for name in (model, rule)]
     path = folder / "mine.yaml"
     path.write_text(

@@ -1,5 +1,5 @@
-"""The tiny twins learn: their losses fall below the unigram entropy of the embedded corpus, and the
-200 layers of the DeepNet learn."""
+"""Tiny versions of the recipes learn: their losses fall below the unigram entropy of the embedded
+corpus. The DeepNet with 200 layers learns, too."""
 
 import sys
 from statistics import fmean
@@ -19,13 +19,13 @@ STEPS = 100
 
 @pytest.fixture(scope="module", autouse=True)
 def embedded_corpus() -> None:
-    """Prepares the corpus at the recipes' path, like `make data`."""
+    """Prepare the corpus at the path used by the recipes, like `make data`."""
     output_of(sys.executable, "scripts/prepare_data.py", "--demo", "--output", "data/demo")
 
 
 def trained(name: str, folder):
-    """Return the final losses of each validation text after a recipe's first steps, and the metrics
-    of every step."""
+    """Train a recipe for its first steps, and return the final loss on each validation text and the
+    metrics of every step."""
     command = [sys.executable, "pretrain.py", "--config", f"configs/{name}.yaml"]
     changes = [f"run.dir={folder}", f"train.exit_step={STEPS}", "validation.interval=0"]
     changes += ["validation.samples=64", "log.interval=1", "monitors.interval=0"]

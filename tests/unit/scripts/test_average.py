@@ -1,5 +1,5 @@
-"""scripts/average.py: the mean of checkpoints equals an independent mean, and is an ordinary
-model."""
+"""scripts/average.py: the mean of checkpoints equals an independently computed mean, and can be
+used like any other model."""
 
 import json
 import shutil
@@ -31,11 +31,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sphere": ("spectral_sphere", MIXTURE | {"optimizer__matrix__lr": 0.5}),
     "PC layers": ("muon", {"pc__level": 2}),
 }
-"""Rule and keys of each run; the first has buffers too, the biases of experts."""
+"""Maps each run to its rule and config keys. The first run also has buffers, which are expert
+biases."""
 
 
 def trained(folder: Path, name: str) -> Path:
-    """Train a run with checkpoints of three steps."""
+    """Train a run that saves checkpoints at three steps."""
     rule, keys = RUNS[name]
     common = {"train__steps": 3, "checkpoint__interval": 1, "validation__samples": 2}
     common |= {"train__micro_batch": 8, "run__dir": str(folder / name)}
@@ -46,24 +47,25 @@ def trained(folder: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(shared_folder: Path) -> Path:
-    """A folder with the run on spheres."""
+    """A folder with a run whose weights are on spheres."""
     return trained(shared_folder, "sphere")
 
 
 @pytest.fixture(scope="module")
 def other_runs(runs: Path) -> Path:
-    """The same folder, with a run with PC layers."""
+    """The same folder, in which there is also a run with PC layers."""
     return trained(runs, "PC layers")
 
 
 @pytest.fixture
 def copied(runs: Path, tmp_path: Path):
-    """Copies a run, so that it can be damaged."""
+    """Copies a run, so that a test can damage it."""
     return lambda name: Path(shutil.copytree(runs / name, tmp_path / "run"))
 
 
 def weights_of(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return the weights and buffers of a checkpoint in float64, without gammas of PC layers."""
+    """Return the weights and buffers of a checkpoint in float64, without the gammas of PC
+    layers."""
     state = state_of(folder, step)
     kinds = ("weight/", "buffer/")
     return {k: v.double() for k, v in state.items() if k.startswith(kinds) and ".gamma" not in k}
@@ -141,7 +143,7 @@ def test_pc_layers_become_the_mean_of_what_they_multiply_by(other_runs, tmp_path
 
 
 def test_a_checkpoint_of_another_run_is_refused(copied, tmp_path, refusal) -> None:
-    """So is one of another model or tokenizer."""
+    """A checkpoint with another model or tokenizer is rejected as well."""
     run = copied("sphere")
     other, target = step_folder(run, 2), [str(run), str(tmp_path / "mean")]
     saved = (other / "meta.json").read_text()
@@ -219,7 +221,8 @@ def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, c
 
 
 def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
-    """A parameter is in memory in float64 and float32, with as much again during rounding."""
+    """A parameter is held in float64 and float32. Rounding temporarily takes the same amount of
+    memory again."""
     infos = [read_checkpoint(step_folder(runs / "sphere", step)) for step in STEPS]
     mean = Mean([CheckpointWeights(info) for info in infos], [1 / 3] * 3, on_sphere=False)
     largest = max(sum(unit.numel for unit in units) for units in mean.units.values())

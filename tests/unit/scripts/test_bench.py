@@ -1,4 +1,4 @@
-"""The benchmarks of one process run on small models, and their figures are consistent."""
+"""Single-process benchmarks run on small models, and their figures are consistent."""
 
 import json
 import re
@@ -92,7 +92,7 @@ def test_measured_steps_have_the_full_batch_and_no_report(folder: str, tmp_path:
 
 
 def test_figures_over_ranks_are_those_of_the_slowest_and_fullest(folder: str) -> None:
-    """Phases are means; the mean of two ranks is neither rank's."""
+    """The phases are means, so the mean over two ranks equals the phase of neither rank."""
     config = tiny_config(folder)
     trainer = SimpleNamespace(config=config, data=SimpleNamespace(attended_length=lambda: 32))
     sides = {}
@@ -120,7 +120,7 @@ def test_figures_over_ranks_are_those_of_the_slowest_and_fullest(folder: str) ->
 
 
 def test_time_counts_for_the_innermost_phase() -> None:
-    """Nested and consecutive phases; times before a restart do not count."""
+    """Test nested and consecutive phases. Times before a restart do not count."""
     times = iter([0, 100, 101, 103, 107, 115, 131, 163, 227])
     phases = train.Phases(torch.device("cpu"), clock=lambda: next(times))
     phases.restart()
@@ -145,7 +145,7 @@ def test_a_recipe_is_stepped_with_its_overrides() -> None:
 
 
 def test_peak_memory_is_in_bytes() -> None:
-    """The peak is compared with that of the kernel, which is in KiB."""
+    """The peak is compared with the kernel's value, which is in KiB."""
     (stated,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert train.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(stated), rel=0.1)
 

@@ -1,4 +1,4 @@
-"""Users' tokenizers: lost text, and files that are not a tokenizer.json."""
+"""Tokenizers provided by users: lost text, and files that are not a tokenizer.json."""
 
 import json
 import re
@@ -86,7 +86,8 @@ def test_up_to_one_percent_is_said(workers, tmp_path, monkeypatch, capsys) -> No
 
 
 def test_loss_is_found_early(tmp_path, monkeypatch, capsys) -> None:
-    """Loss is found before 0.1% of the documents is encoded; later documents are sampled."""
+    """Lost text is found before 0.1% of the documents are encoded. Only samples of later documents
+    are checked."""
     monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 2000)
     documents = ["the Cat"] * 1500 + [f"late {i}" for i in range(9)]
     source = write_jsonl(tmp_path / "rows.jsonl", documents)
@@ -139,8 +140,8 @@ def test_what_is_no_number_of_tokens_is_refused(text: str, capsys) -> None:
 
 @pytest.mark.parametrize(("in_config", "in_file"), [(None, True), (True, False)])
 def test_a_tokenizer_that_exports_would_change_is_refused(in_config, in_file, tmp_path, capsys):
-    """transformers' class would change the tokenizer by `add_prefix_space` of
-    tokenizer_config.json."""
+    """The tokenizer class in transformers would change the tokenizer if tokenizer_config.json
+    contained `add_prefix_space`."""
     source = write_jsonl(tmp_path / "rows.jsonl", PLAIN)
     home = tmp_path / "model"
     home.mkdir()

@@ -1,4 +1,4 @@
-"""Scripts use the same conventions of arguments, errors and exit codes, as in CONTRIBUTING.md."""
+"""All scripts follow the conventions for arguments, errors and exit codes in CONTRIBUTING.md."""
 
 import argparse
 import io
@@ -132,7 +132,7 @@ def test_every_command_line_is_read_by_that_parser() -> None:
 
 @pytest.fixture(scope="module")
 def parsers() -> list[argparse.ArgumentParser]:
-    """The parsers of all commands and of their subcommands."""
+    """The parsers of all commands and subcommands."""
     parsers: list[argparse.ArgumentParser] = []
 
     def parsed(parser: argparse.ArgumentParser, *_, **__) -> None:

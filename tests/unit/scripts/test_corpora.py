@@ -1,4 +1,4 @@
-"""Every recipe names the command that creates its data, and the command creates this data."""
+"""Every recipe names a command to create its data, and this command creates the data."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Evaluation of exported models: windows of the local task, the table, and wrong input."""
+"""Evaluation of exported models: windows of the local task, the table, and invalid input."""
 
 import json
 import math
@@ -101,7 +101,8 @@ def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:
 
 @pytest.mark.parametrize("nats", [(1.0, 2.0), (1.0, 2.0, 4.0, 9.0), (3.0,) * 5])
 def test_the_error_over_documents_of_one_size_is_that_of_their_mean(nats) -> None:
-    """The comparison is exact; the bootstrap's few percent would hide the n - 1 of the variance."""
+    """The comparison is exact, because the bootstrap's error of a few percent would hide the n - 1
+    of the variance."""
     bits = [each / 10 / math.log(2) for each in nats]
     error = process_results.error_of_bits([(-each, 10.0) for each in nats])
     assert error == pytest.approx(stdev(bits) / math.sqrt(len(bits)), abs=1e-12)
@@ -117,7 +118,7 @@ def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
 
 
 def test_a_task_is_never_of_other_tokens(prepared, tmp_path) -> None:
-    """The vocabulary is equal, but lm-eval would read other tokens from the text."""
+    """The vocabularies are equal, but lm-eval would read different tokens from the text."""
     settings, file = json.loads((prepared / "tokenizer.json").read_text()), tmp_path / "other.json"
     file.write_text(json.dumps(settings | {"normalizer": {"type": "Replace", "pattern": {
         "String": "matrix"}, "content": "m"}}))  # fmt: skip
@@ -154,7 +155,7 @@ content = {{
 output.mkdir(parents=True)
 (output / "results_1.json").write_text(json.dumps(content))
 """
-"""A program that takes lm-eval's options and writes them as results."""
+"""A program that accepts lm-eval's options and writes them to its results."""
 
 
 @pytest.mark.parametrize("standard", [["arc_easy,mmlu", "pc_paper"], []])
@@ -297,7 +298,7 @@ def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
 
 
 def test_an_error_that_lm_eval_does_not_compute_is_that_of_the_task() -> None:
-    """One document has no standard error."""
+    """A single document has no standard error."""
     alone = process_results.error_of_bits([(-2.0, 9.0)])
     for error, shown in ((0.1, 0.1), (alone, None)):
         values = {"bits_per_byte_standard_error,none": error, "bits_per_byte_stderr,none": "N/A"}

@@ -1,4 +1,4 @@
-"""scripts/convert_hf.py export in one process: the folder, its content, and refusals."""
+"""scripts/convert_hf.py export in one process: the folder, its contents, and errors."""
 
 import json
 import logging
@@ -47,8 +47,8 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tokens, tmp_path_factory):
-    """The folder of a run of one step; equal keywords (config keys with __ for the dot) give the
-    same run."""
+    """Returns the folder of a run of one step. Keywords are config keys with `__` in place of dots.
+    Calls with equal keywords return the same run."""
     found: dict[str, Path] = {}
 
     def folder(**keys: object) -> Path:
@@ -76,13 +76,13 @@ def trained(tokens, tmp_path_factory):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """Copies such a folder to tmp_path/run."""
+    """Copies the folder of a run from `trained` to tmp_path/run."""
     return lambda **keys: Path(shutil.copytree(trained(**keys), tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory) -> Path:
-    """The export of the run without keywords."""
+    """The export of the run that `trained` returns without keywords."""
     out = tmp_path_factory.mktemp("exported") / "out"
     assert main(["export", str(trained()), str(out), "--no-verify"]) == 0
     return out
@@ -90,12 +90,13 @@ def exported(trained, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def out(exported, tmp_path) -> Path:
-    """A copy of this export."""
+    """A copy of the export `exported`."""
     return Path(shutil.copytree(exported, tmp_path / "out"))
 
 
 def test_an_export_states_its_stage_and_gives_no_false_alarm(run, tmp_path, capsys, monkeypatch):
-    """The text of the check is longer than a sequence, but no model reads more than a sequence."""
+    """The text used in the check is longer than a sequence, but no model reads more than one
+    sequence."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
@@ -240,7 +241,7 @@ def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> Non
 
 @pytest.mark.parametrize("change", ["layer more", "layer less", "wider", "renamed", "NaN"])
 def test_weights_that_are_not_those_of_the_config_are_refused(change, out, capsys):
-    """transformers would fill in random weights, or generate from NaN logits."""
+    """transformers would initialize missing weights randomly, or generate from NaN logits."""
     settings, tensors = json.loads((out / "config.json").read_text()), {}
     if change in ("renamed", "NaN"):
         tensors = load_file(out / "model.safetensors")
@@ -275,7 +276,7 @@ def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
 
 
 def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, refusal) -> None:
-    """The comparison of logits finds settings that are not visible in weights."""
+    """Comparing logits reveals wrong settings that do not affect weights."""
     folder, out = run(), tmp_path / "out"
     honest = exporting.config_json
 
@@ -294,7 +295,7 @@ def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, refu
     "keys", [{"attention_backend": "transformer_engine"}, {"attention_kernel": "flash_attention_3"}]
 )
 def test_models_are_compared_without_gpus(keys, trained, tmp_path, monkeypatch) -> None:
-    """Kernels of the training may be missing on the machine of the export."""
+    """The machine used for the export may lack the kernels used in training."""
     weights, tokens = CheckpointWeights(read_checkpoint(trained())), torch.arange(20)[None]
     expected = our_logits(weights, tokens, torch.float32)
     config = weights.config
@@ -314,7 +315,7 @@ def test_a_missing_tensor_is_noticed(trained, out) -> None:
 
 
 def refused(capsys, *arguments: object) -> str:
-    """Return export's line of refusal."""
+    """Return the error line of an export that must fail."""
     assert main(["export", *map(str, arguments)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
@@ -417,7 +418,7 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
 
 
 def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, capsys) -> None:
-    """A limit on file sizes simulates a full disk: writing fails halfway."""
+    """A limit on file sizes simulates a full disk, so that writing fails halfway."""
     folder = run()
     with largest_file(100_000):
         assert "File too large" in refused(capsys, folder, tmp_path / "out", "--no-verify")

@@ -1,4 +1,4 @@
-"""Exported tokenizers give the training tokens whatever the template, or a message instead."""
+"""Whatever the template, an exported tokenizer either gives the training tokens or is reported."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SIZE = 330
 
 
 def byte_level(prefix_space: bool = False) -> Tokenizer:
-    """Return a tokenizer like GPT-2's file."""
+    """Return a tokenizer like the one in GPT-2's file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,7 +30,7 @@ def byte_level(prefix_space: bool = False) -> Tokenizer:
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer that puts `<s>` in front of a text."""
+    """Return a tokenizer that puts `<s>` before each text."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
@@ -38,7 +38,7 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def llama2() -> Tokenizer:
-    """Return a tokenizer like Llama 2's file, with a normalizer that marks spaces."""
+    """Return a tokenizer like the one in Llama 2's file, whose normalizer marks spaces."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(steps)
@@ -49,7 +49,7 @@ def llama2() -> Tokenizer:
 
 
 def bert() -> Tokenizer:
-    """Return a tokenizer with tokens on both sides of a text."""
+    """Return a tokenizer that adds tokens on both sides of a text."""
     tokenizer = byte_level()
     tokenizer.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 1))
     return tokenizer
@@ -61,11 +61,11 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, object]]] = {
     "llama 2": (llama2, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}),
     "prefix space": (lambda: byte_level(True), {"add_prefix_space": True}),
 }
-"""One tokenizer of each kind, with its tokenizer_config.json."""
+"""A tokenizer of each kind, with its tokenizer_config.json."""
 
 
 def tokenizer_in(folder, kind: str) -> Tokenizer:
-    """Write the folder of a trained tokenizer."""
+    """Train a tokenizer, and write its folder."""
     make, settings = KINDS[kind]
     tokenizer = make()
     alphabet = pre_tokenizers.ByteLevel.alphabet() if kind != "llama 2" else []
@@ -83,7 +83,8 @@ def tokenizer_in(folder, kind: str) -> Tokenizer:
 
 @pytest.fixture
 def trained(tmp_path, world):
-    """Train a step on data of a kind of tokenizer in tmp_path/NAME, and return the folder."""
+    """A function that trains one step in tmp_path/NAME, on data for a kind of tokenizer, and
+    returns the folder."""
 
     def start(kind: str, name: str = "run", **keys: object):
         if not (tmp_path / "source").exists():
@@ -117,7 +118,7 @@ def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> N
 
 
 def test_an_import_of_an_export_has_the_tokenizer_of_the_run(trained, tmp_path, capsys) -> None:
-    """The template that an export leaves out does not change the tokenizer."""
+    """An export without the template does not change the tokenizer."""
     out, weights = tmp_path / "out", tmp_path / "imported"
     assert main(["export", str(trained("template")), str(out), "--no-verify"]) == 0
     config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
@@ -140,7 +141,7 @@ def test_an_imported_model_keeps_its_template(trained, tmp_path) -> None:
 
 
 def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> None:
-    """The base config's tokenizer is not used instead, and a message is printed."""
+    """A message is printed, and the tokenizer of the base config is not used instead."""
     out, weights, again = (tmp_path / name for name in ("out", "imported", "again"))
     assert main(["export", str(trained("template")), str(out), "--no-tokenizer"]) == 0
     assert "The folder contains no tokenizer." in (out / "README.md").read_text()

@@ -1,4 +1,5 @@
-"""Other people's model folders: no code is executed, and no file outside is read."""
+"""Model folders from other people: no code in the folder is executed, and no file outside the
+folder is read."""
 
 import contextlib
 import json
@@ -27,8 +28,8 @@ class Config(PretrainedConfig):
 
 
 def foreign(folder: Path) -> Path:
-    """Return a model folder with its own code, which would create the file `executed` next to
-    it."""
+    """Return a model folder that contains code. If executed, the code would create the file
+    `executed` next to the folder."""
     model = folder / "model"
     model.mkdir()
     (model / "theirs.py").write_text(CODE.format(marker=str(folder / "executed")))
@@ -48,7 +49,7 @@ def test_code_of_a_model_is_not_run_whatever_is_answered(tmp_path, monkeypatch):
 
 
 def refused_for_lm_eval(model: Path, said: str, **settings: object) -> None:
-    """Fail unless lm-eval is not started for a model of these settings."""
+    """Check that lm-eval is not started for a model with these settings."""
     (model / "config.json").write_text(json.dumps(settings))
     run = Run(model=model, tasks=["a"], python=Path("python"), output=model)
     with pytest.raises(InputError, match=said):
@@ -75,7 +76,8 @@ def test_a_path_that_lm_eval_would_take_for_settings_is_refused(tmp_path):
 
 
 def hub_folder(folder: Path) -> Path:
-    """Return a snapshot like the hub's cache: links to blobs next to the snapshots."""
+    """Return a snapshot as in the hub's cache: its files are links to blobs next to the
+    snapshots."""
     snapshot, blobs = folder / "snapshots" / "abc", folder / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()

@@ -1,4 +1,5 @@
-"""scripts/convert_hf.py import: the same tensors return, and training continues with them."""
+"""scripts/convert_hf.py import: importing and exporting returns the same tensors, and training
+continues from imported weights."""
 
 import json
 import re
@@ -69,8 +70,8 @@ def tokens(shared_folder) -> Path:
 
 
 def their_model(folder: Path, config: Path, **keys: object) -> dict[str, torch.Tensor]:
-    """Write a model folder with transformers: random tensors, with dtype and shards from `keys`;
-    return the tensors. `config` is the run config of the import."""
+    """Write a model folder with transformers, with random tensors, and return the tensors. `keys`
+    sets the dtype and the shards, and `config` is the run config of the import."""
     dtype = getattr(torch, str(keys.get("dtype", "float32")))
     model = load_config(config).model
     settings = config_json(model, dtype="float32", positions=32, end_token=0)
@@ -89,7 +90,7 @@ def their_model(folder: Path, config: Path, **keys: object) -> dict[str, torch.T
 
 
 def config_in(tmp_path: Path, tokens: Path, **keys: object) -> Path:
-    """A config file of a tiny run on `tokens`."""
+    """Write the config of a tiny run on `tokens`, and return its path."""
     keys = {"validation__interval": 1, "train__steps": 4, "checkpoint__interval": 2, **keys}
     data = {f"data__{kind}__walk__path": f"{tokens}/tokens" for kind in ("train", "validation")}
     config = tiny_config(str(tmp_path), "spectral_sphere", **{**data, **keys})
@@ -99,9 +100,9 @@ def config_in(tmp_path: Path, tokens: Path, **keys: object) -> Path:
 
 
 PLAIN = ("llama", "qwen3", "gemma2", "deepseek", "moe", "moe softmax")
-"""Models of the fast tests; the others are among transformers' models below."""
+"""Models in the fast tests. The other models are among the transformers models below."""
 FAST = [*((name, "float32") for name in PLAIN), ("llama", "bfloat16"), ("deepseek", "bfloat16")]
-"""The bias of DeepSeek's router stays in float32."""
+"""Models and dtypes in the fast tests. The bias of DeepSeek's router stays in float32."""
 
 
 @pytest.mark.usefixtures("no_memory_is_zero")
@@ -176,7 +177,7 @@ def test_training_begins_with_the_imported_weights(tokens, tmp_path, world, caps
 
 
 def their_loss(model: torch.nn.Module, tokens: Path) -> float:
-    """Return the mean loss of transformers' model over the run's validation windows."""
+    """Return the mean loss of the transformers model over the validation windows of the run."""
     data = TokenSet("walk", tokens / "tokens", 32)
     windows = torch.stack([torch.from_numpy(data.window(i)) for i in range(5)])
     with torch.no_grad():
@@ -338,7 +339,8 @@ def test_data_of_another_tokenizer_must_be_prepared_again(tokens, tmp_path, caps
 
 @pytest.mark.parametrize("twice", slow_but([True], [False, True]))
 def test_a_tied_head_stays_tied(twice, tokens, tmp_path, world, capsys) -> None:
-    """Gemma 2 is published with tied embeddings. Some files also contain the equal head."""
+    """Gemma 2 is published with tied embeddings. Some files also contain the head, which equals the
+    embedding."""
     config = config_in(tmp_path, tokens, **GEMMA2, model__tie_embeddings=True)
     source, run, out = (tmp_path / name for name in ("theirs", "imported", "out"))
     tensors = their_model(source, config)
@@ -385,7 +387,8 @@ PUBLISHED = {
     "Qwen3 0.6B": Qwen3Config(**SMALL, rope_theta=1e6, tie_word_embeddings=True, head_dim=24),
     "Gemma 2 2B": Gemma2Config(**SMALL, head_dim=24, query_pre_attn_scalar=24, sliding_window=8),
 }  # fmt: skip
-"""Small models with the other settings of published ones, as created by transformers."""
+"""Small models that transformers creates with the settings, other than sizes, of published models.
+"""
 
 
 @pytest.mark.parametrize("name", slow_but(["Llama 3.2 1B", "Qwen2.5 0.5B"], [*PUBLISHED]))
@@ -427,7 +430,7 @@ def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, refusal) 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "config"])
 def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path) -> None:
-    """Versions of transformers store this share under different keys."""
+    """The versions of transformers store the rotated share of a head under different keys."""
     wanted = model_settings(load_config(config_in(tmp_path, tokens, **MOE)).model)
     assert differences(wanted, wanted) == []
     found, half = dict(wanted), {"partial_rotary_factor": 0.5}

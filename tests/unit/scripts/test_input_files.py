@@ -1,4 +1,4 @@
-"""Users' files for scripts/prepare_data.py: read, ignored, reported and refused."""
+"""Input files for scripts/prepare_data.py that are read, ignored, reported or rejected."""
 
 import gzip
 import json
@@ -60,7 +60,7 @@ def mixed_folder(folder: Path) -> None:
 
 def test_rows_are_read_by_every_name_and_hidden_files_are_not(tmp_path, monkeypatch) -> None:
     def in_reverse(*arguments, **options):
-        """A file system that lists names in another order."""
+        """List names in reverse order, as another file system might."""
         for parent, folders, files in walk(*arguments, **options):
             folders.sort(reverse=True)
             yield parent, folders, sorted(files, reverse=True)
@@ -142,7 +142,8 @@ def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) ->
 
 
 def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If the output is below the input, a second preparation would read tokenizer.json."""
+    """If the output is inside the input folder, a second preparation would otherwise read
+    tokenizer.json."""
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     command = [f"web={tmp_path}", "--train-tokenizer", "257", "--output"]
     for output in ("out", "out", "sub/other"):
@@ -234,7 +235,8 @@ def test_padding_of_another_size_is_refused(tmp_path: Path, zeros: int) -> None:
 
 
 def test_xz_content_is_what_the_program_writes(tmp_path: Path) -> None:
-    """Test blocks larger than a read, and several streams, as from `xz -T` and `cat`."""
+    """Test content larger than one read, in several blocks and several streams, as written by `xz
+    -T` and `cat`."""
     content = b"".join(b"%d " % i * 40 + b"\n" for i in range(40_000))
     assert len(content) > 1 << 22
     packed = subprocess.run(["xz", "-0", "-T2", "--block-size=65536"], input=content,
@@ -274,7 +276,7 @@ def test_blank_documents_after_the_first_thousand_are_counted(tmp_path, capsys) 
 
 
 def test_blank_documents_before_an_interruption_are_not_counted_again(capsys) -> None:
-    """The warning of the resumed preparation says so."""
+    """The warning of the resumed preparation only covers the remaining documents."""
     portions: Any = [SimpleNamespace(inputs=["a.jsonl"])] * 2
     sets: Any = [SimpleNamespace(name="web", portions=portions)]
     progress, unused = Progress(input=0, document=5), cast(Any, None)
@@ -351,7 +353,8 @@ def test_a_pointer_in_a_dataset_of_a_local_folder_is_named(tmp_path: Path, name:
 
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd")
 def test_a_long_window_is_named_with_what_to_do(tmp_path: Path) -> None:
-    """For a frame of unknown size, the requested window counts, not the content."""
+    """For a frame of unknown size, the limit applies to the requested window, not to the
+    content."""
     path = tmp_path / "rows.jsonl.zst"
     path.write_bytes(subprocess.run(["zstd", "-q", "--long=31"], input=lines(TEXTS),
                                     capture_output=True, check=True).stdout)  # fmt: skip

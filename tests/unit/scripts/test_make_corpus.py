@@ -1,4 +1,4 @@
-"""The corpus from Debian packages: reading, cutting, and refusals."""
+"""The corpus from Debian packages: reading, cutting, and errors."""
 
 import gzip
 import hashlib
@@ -19,7 +19,7 @@ needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="no dpk
 
 @pytest.fixture
 def deb(tmp_path):
-    """A package with three texts and another file, built by Debian's own tool."""
+    """A package with three texts and another file, built with Debian's tool."""
     tree = tmp_path / "tree"
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "DEBIAN" / "control").write_text(
@@ -42,7 +42,7 @@ def deb(tmp_path):
 
 @pytest.fixture
 def description(tmp_path, deb):
-    """Return a corpus of the package and an additional file."""
+    """The description of a corpus that consists of the package and an additional file."""
     own = tmp_path / "own.txt.xz"
     own.write_bytes(lzma.compress(b"A\n  a\n\nB\n  b\n"))
     sources = [

@@ -1,5 +1,5 @@
-"""docs/papers.md: numbered tables and figures have rows, commands can run, and sentences and
-verdicts agree with results of tiny runs."""
+"""docs/papers.md: all numbered tables and figures have rows, commands can run, and sentences and
+verdicts agree with the results of tiny runs."""
 
 import html
 import json
@@ -221,65 +221,70 @@ def test_an_incomplete_row_is_refused(made, said) -> None:
 
 
 def ends_higher(*names: str) -> Callable[..., list[bool | None]]:
-    """Return whether figures end higher in the second run than in the first run."""
+    """Return a function of two runs that returns whether each figure ends higher in the second run
+    than in the first."""
     return lambda one, two: [getattr(one, n).last < getattr(two, n).last for n in names]
 
 
 def above(variant) -> bool | None:
-    """Return whether a variant of a study has a higher loss, or None if its interval contains 0."""
+    """Return whether a variant of a study has a higher loss than its reference, or None if the
+    interval contains 0."""
     low, high = variant.difference.low, variant.difference.high
     return None if low <= 0 <= high else low > 0
 
 
 def below(variant) -> bool | None:
-    """Return whether a variant of a study has a lower loss, or None if its interval contains 0."""
+    """Return whether a variant of a study has a lower loss than its reference, or None if the
+    interval contains 0."""
     return None if (higher := above(variant)) is None else not higher
 
 
 def lower(variant, other) -> bool | None:
-    """Return whether a variant of a study has a lower loss than another, seed by seed, or None if
-    the interval contains 0."""
+    """Return whether a variant of a study has a lower loss than another variant, compared seed by
+    seed, or None if the interval contains 0."""
     ends = paired(variant.losses - other.losses)
     return None if ends["low"] <= 0 <= ends["high"] else ends["high"] < 0
 
 
 def below_muon_after_46_runs(*rules: str) -> list[bool | None]:
-    """Return whether rules have a lower loss than Muon before the last 22 of 68 tuning runs."""
+    """Return, for each rule, whether its loss is lower than Muon's in the study without the last 22
+    of 68 tuning runs."""
     rows = json.loads((ROOT / "studies/optimizers/results/qwen3/results.json").read_text())["rows"]
     found = {row["variant"]: SimpleNamespace(losses=pd.Series(row["losses"])) for row in rows}
     return [lower(found[rule], found["Muon"]) for rule in rules]
 
 
 def within(variant, most: float) -> bool | None:
-    """Return whether a variant's loss differs by less than `most`, or None if its interval is too
-    wide."""
+    """Return whether the loss of a variant differs by less than `most`, or None if the interval is
+    too wide."""
     low, high = variant.difference.low, variant.difference.high
     return False if low > most or high < -most else (-most < low and high < most) or None
 
 
 def fallen(series) -> float:
-    """Return the smallest share of the first value."""
+    """Return the smallest value of a series, divided by the first value."""
     return float(series.least / series.first)
 
 
 def conditioned_better(none, pc) -> list[bool | None]:
-    """Whether each condition number ends lower under PC layers."""
+    """Return, for each condition number, whether it ends lower with PC layers."""
     return ends_higher("covered", "qkv", "all")(pc, none)
 
 
 quantiles_higher = ends_higher(
     "o_10", "o_50", "gate_10", "gate_50", "up_10", "up_50", "down_10", "down_50"
 )
-"""Whether each quantile of a role's singular values ends higher under PC layers."""
+"""Returns, for each quantile of a role's singular values, whether it ends higher with PC layers."""
 
 
 def above_one(*ratios: str) -> Callable[..., list[bool | None]]:
-    """Whether the ratios of the criterion never fall to 1."""
+    """Return a function of a run that returns whether each ratio of the criterion stays above 1."""
     return lambda run: [getattr(run, ratio).least > 1 for ratio in ratios]
 
 
 def recovery_decides(none, neither, gamma, recovery, both):
-    """Whether PC layers raise the loss without norm recovery and lower it with norm recovery."""
+    """Return whether PC layers raise the loss without norm recovery, and whether they lower the
+    loss with norm recovery."""
     return [*map(above, (neither, gamma)), *map(below, (recovery, both))]
 
 
@@ -370,7 +375,7 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
 
 
 class Figures:
-    """The statistics of a run's series, or a study's results of a variant, by name."""
+    """The statistics of each series of a run, or a study's results for a variant, as attributes."""
 
     def __init__(self, run) -> None:
         for series, values in run.get("series", {}).items():
@@ -383,8 +388,8 @@ class Figures:
 
 
 def verdict(statement: Callable[..., list[bool | None]], content) -> str:
-    """Return the status of a statement. At least three seeds decide it: it holds or fails in all of
-    them, or by intervals. A statement of None is undecided."""
+    """Return the status of a statement. The statement is decided by at least three seeds, in all of
+    which it holds or fails, or by intervals. If it returns None, it is undecided."""
     runs = [*content.values()]
     if "seeds" in runs[0]:
         named = [*runs[0]["seeds"]]
@@ -483,7 +488,8 @@ def test_each_seed_is_a_run_of_its_own() -> None:
 
 
 def test_what_is_reproduced_rests_on_a_committed_result() -> None:
-    """The basis is statements about a measured row, passed checks of an experiment, or a test."""
+    """A reproduced item is based on statements about a measured row, on passed checks of an
+    experiment, or on a test."""
     results = json.loads((ROOT / "benchmarks/results/reproduce.json").read_text())
     passed = {entry["name"]: entry["passed"] for entry in results}
     for name, item in ITEMS.items():
@@ -523,7 +529,7 @@ REDUCED = {"least": min, "median": np.median, "mean": np.mean, "largest": max}
 
 
 def test_series_are_the_figures_that_the_run_logged(world, folder: str) -> None:
-    """Test a run with PC layers."""
+    """The run has PC layers."""
     keys = {"pc__level": 4, "train__steps": 3, "checkpoint__interval": 3}
     keys |= {"monitors__interval": 1, "log__interval": 1, "train__micro_batch": 8}
     train(tiny_config(folder, "muon", **keys), world)

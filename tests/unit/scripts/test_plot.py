@@ -1,4 +1,4 @@
-"""Figures show the data of runs and checkpoints."""
+"""Figures show the data from runs and checkpoints."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def test_the_curves_of_readme_are_those_of_committed_results(root, tmp_path, mon
 
 
 def test_the_figures_of_a_study_show_its_losses(root, tmp_path):
-    """Without a value that a variant has not tried, its line goes on to the next value."""
+    """If a variant has not tried a value, its line continues to the next value."""
     content = json.loads((root / "studies/optimizers/results/llama_0.1m/results.json").read_text())
     del content["trials"][2]
     (tmp_path / "results.json").write_text(json.dumps(content))
@@ -114,7 +114,8 @@ def test_the_picture_of_the_maps_is_what_the_command_writes(root, tmp_path):
 
 
 def test_every_polynomial_is_drawn_with_its_target():
-    """Each level's polynomial is nearest to its own target, which has the polynomial's colour."""
+    """The polynomial of each level is closer to its own target, drawn in the same colour, than to
+    any other."""
     left, right = plot_maps().axes
     dotted, curves = (
         {line.get_color(): line for line in left.lines if line.get_linestyle() == style}
@@ -133,7 +134,8 @@ def test_every_polynomial_is_drawn_with_its_target():
 
 
 def test_an_experiment_states_the_condition_number_of_each_level():
-    """Singular values from 1 to 0.2, mapped by the polynomials that the paper prints."""
+    """The expected values come from singular values from 1 to 0.2, mapped by the polynomials
+    printed in the paper."""
     outcome = deep_linear(Draws(0), widths=(6, 8, 4), samples=4, steps=2)
     expected = []
     for coefficients in ((1.0,), *PAPER.values()):

@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py on real files: its output, atomicity, and errors."""
+"""scripts/prepare_data.py on real files: output, atomicity and errors."""
 
 import gzip
 import lzma
@@ -35,7 +35,7 @@ SIZE = 300
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that the script has trained."""
+    """A tokenizer trained by the script."""
     folder = tmp_path_factory.mktemp("tokenizer")
     prepare(f"set={write_jsonl(folder / 'rows.jsonl', TEXTS)}", "--train-tokenizer", SIZE,
             "--output", folder / "out")  # fmt: skip
@@ -97,7 +97,8 @@ def test_every_format_gives_the_same_tokens(tokenizer: Path, tmp_path: Path, nam
 
 
 def test_several_sources_of_one_name_follow_each_other(tokenizer: Path, tmp_path: Path) -> None:
-    """Texts stay whole, even if the tokenizer's file enables truncation and padding."""
+    """Texts are not truncated or padded, even if the tokenizer file enables truncation and
+    padding."""
     cutting = Tokenizer.from_file(str(tokenizer))
     cutting.enable_truncation(3)
     cutting.enable_padding()
@@ -166,7 +167,7 @@ def test_text_is_cut_at_blank_lines(tokenizer: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.jsonl"])
 def test_a_byte_order_mark_is_no_text(tokenizer: Path, tmp_path: Path, name: str) -> None:
-    """Inside a text it remains, as a space of width zero."""
+    """Inside a text, the mark is kept as a zero-width space."""
     text = "one\ufefftwo"
     rows = (f'{{"text": "{text}"}}' if name == "a.jsonl" else text).encode()
     marked = b"\xef\xbb\xbf" + rows
@@ -186,7 +187,7 @@ def test_integer_type_is_megatrons(vocab_size: int) -> None:
 
 
 def test_a_tokenizer_is_trained_on_an_equal_share_of_every_set(tmp_path, monkeypatch) -> None:
-    """The tokenizer sees the first training documents and no held-out document."""
+    """The tokenizer is trained on the first training documents, and on no held-out documents."""
     monkeypatch.setattr(preparation, "TOKENIZER_BYTES", 3000)
     seen: list[str] = []
     train = preparation.train_tokenizer

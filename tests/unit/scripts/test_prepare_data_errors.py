@@ -1,4 +1,5 @@
-"""scripts/prepare_data.py: a folder appears complete or not at all, and every error is one line."""
+"""scripts/prepare_data.py: the output folder appears complete or not at all, and every error is one
+line."""
 
 import json
 import os
@@ -126,7 +127,7 @@ def test_ended_run_leaves_no_output_and_no_process(end, code, message, tokenizer
 
 @dataclass(frozen=True)
 class KilledEncoder(Encoder):
-    """Kills its process in the middle of the first answer."""
+    """An encoder that kills its process in the middle of the first answer."""
 
     def encode(self, texts, sample=range(0)):
         def half(self, content, write=None):
@@ -172,7 +173,8 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 def check_error(
     arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Check exit code 2, one matching line on stderr, and an empty folder."""
+    """Check that the command exits with code 2, prints one matching error line, and leaves the
+    folder unchanged."""
     before = sorted(folder.rglob("*"))
     assert main(arguments) == 2
     captured = capsys.readouterr()

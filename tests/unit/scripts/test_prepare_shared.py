@@ -1,4 +1,5 @@
-"""Preparations that are killed and continued, or shared, equal one process's byte for byte."""
+"""Preparations that are killed and resumed, or divided among processes, equal the preparation by
+one process byte for byte."""
 
 import gzip
 import json
@@ -48,7 +49,7 @@ ROWS = 200
 
 
 def rows(seed: int, count: int = ROWS) -> list[str]:
-    """Return documents of one to forty words."""
+    """Return random documents."""
     chance = random.Random(seed)
     return [
         " ".join(chance.choices(TEXTS[3:], k=1) + [f"number {i}"] * chance.randrange(12))
@@ -91,7 +92,7 @@ def arguments(command: str, home: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory):
-    """The hashes of one process's output, by command."""
+    """A function that returns the hashes of the output that one process writes for a command."""
     home, known = tmp_path_factory.mktemp("whole"), {}
 
     def hashes_of(command: str) -> dict[str, str]:
@@ -105,12 +106,12 @@ def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use small chunks, small blocks, and a save after every chunk."""
+    """Use small chunks and blocks, and save after every chunk."""
     set_small_steps(monkeypatch.setattr)
 
 
 def set_small_steps(set_=setattr) -> None:
-    """Set the sizes of `small_steps`."""
+    """Set the sizes used by `small_steps`."""
     set_(encoding, "_CHUNK_CHARACTERS", 3000)
     set_(resume_point, "SECONDS", 0.0)
     set_(plan, "BLOCK", 16)
@@ -126,7 +127,8 @@ def end_clean_process():
 
 @cache
 def clean_process() -> ProcessPoolExecutor:
-    """Return a process to fork: without threads of other tests, with which a fork may crash."""
+    """Return a process to fork, without threads of other tests, because a fork of a process with
+    threads may crash."""
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(1, context, import_module, ("tests.import_engine",))
     executor.submit(prepare_forks).result()
@@ -134,7 +136,7 @@ def clean_process() -> ProcessPoolExecutor:
 
 
 def prepare_forks() -> None:
-    """Set small steps, and import what each fork that reads the hub would import."""
+    """Set small steps, and import everything that a fork that reads from the hub would import."""
     set_small_steps()
     import_module("datasets")
 
@@ -151,7 +153,7 @@ KILLED_IN: dict[str, tuple[Any, str]] = {
 
 
 def kill_in(place: str, call: int, options: list[str]) -> None:
-    """Run the command, and end it before a call of a function as in a power failure."""
+    """Run the command, and kill it before the given call of a function, as in a power failure."""
     owner, name = KILLED_IN[place]
     original = getattr(owner, name)
     left = [call]
@@ -212,8 +214,8 @@ def test_it_goes_on_where_it_was(inputs, tmp_path, capsys) -> None:
 
 
 def test_a_tokenizer_is_trained_once(inputs, whole, tmp_path, monkeypatch) -> None:
-    """It is on the disk when the first progress is saved, before any document. Later progress is
-    saved after the documents that it counts."""
+    """The tokenizer is on disk when progress is saved for the first time, before any document.
+    Later, progress is saved after the documents that it counts."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -247,7 +249,8 @@ def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
 
 
 def test_progress_that_cannot_be_continued_is_refused(inputs, whole, tmp_path, refusal) -> None:
-    """It was written by another version, or one of its files is too short or was replaced."""
+    """The progress was written by another version, or one of its files is too short or was
+    replaced."""
     options = arguments("held out", inputs, tmp_path / "out")
     state, bin_file = tmp_path / "out.preparing.state", tmp_path / "out.preparing/one.train.bin"
 
@@ -282,7 +285,7 @@ def test_progress_that_cannot_be_continued_is_refused(inputs, whole, tmp_path, r
     [*((command, 4, 1.1) for command in COMMANDS), ("limited", 10, 0.5)],
 )
 def test_shards_are_joined(inputs, whole, tmp_path, command, shards, margin, monkeypatch) -> None:
-    """With a limit, ten shards contain a part of each of nine inputs, and the join encodes the
+    """With a limit, ten shards contain part of each of nine inputs, and the join encodes the
     rest."""
     monkeypatch.setattr(preparation, "MARGIN", margin)
     options = arguments(command, inputs, tmp_path / "out")
@@ -297,7 +300,7 @@ def test_shards_are_joined(inputs, whole, tmp_path, command, shards, margin, mon
 
 @pytest.mark.parametrize("command", ["limited", "held out"])
 def test_killed_shards_and_a_killed_join_go_on(inputs, whole, tmp_path, command, monkeypatch):
-    """With a limit, the shards encode a part of their shares, and the join encodes the rest."""
+    """With a limit, the shards encode part of their shares, and the join encodes the rest."""
     monkeypatch.setattr(preparation, "MARGIN", 0.1)
     options, chance = arguments(command, inputs, tmp_path / "out"), random.Random(command)
     assert killed("add", 45, options)  # before there are shards, and within a block
@@ -314,7 +317,7 @@ def test_killed_shards_and_a_killed_join_go_on(inputs, whole, tmp_path, command,
 
 
 def test_shards_encode_little_more_than_their_shares(inputs, tmp_path, capsys) -> None:
-    """The shares include partial documents; the join encodes the rest."""
+    """The shares end within documents, and the join encodes the rest."""
     options = [f"one={inputs}/one.jsonl", f"--tokenizer={inputs}/tokenizer.json", "--workers=1"]
     options += ["--tokens", "5000", "--output", str(tmp_path / "out")]
     for number in (1, 2, 3):
@@ -405,7 +408,7 @@ def test_every_option_counts_in_the_fingerprint(inputs: Path, option: str) -> No
 
 
 def test_every_file_of_a_tokenizer_counts_in_the_fingerprint(inputs: Path, tmp_path: Path) -> None:
-    """These are the files that are read or copied."""
+    """All files of a tokenizer that are read or copied count."""
     command = arguments("limited", inputs, Path("out"))
     command[command.index("--tokenizer") + 1] = str(tmp_path)
     preparation, names = chosen(parse(command)), {*text_tokenizer._CONFIGS}
@@ -418,7 +421,7 @@ def test_every_file_of_a_tokenizer_counts_in_the_fingerprint(inputs: Path, tmp_p
 
 
 def test_the_manifest_states_the_inputs_that_were_read(inputs: Path, tmp_path: Path) -> None:
-    """For a set with a token limit, only the inputs up to the limit are listed. The limit is
+    """For a set with a token limit, the manifest lists only the inputs up to the limit. The limit is
     reached with the last token of the first input, or one token later."""
     tokenizer = Tokenizer.from_file(str(inputs / "tokenizer.json"))
     documents = tokenizer.encode_batch(rows(0, 40))
@@ -492,7 +495,7 @@ def test_different_and_empty_inputs_are_not(inputs, tmp_path, capsys) -> None:
 
 
 def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:
-    """The fingerprint includes the parts' numbers of tokens and the set's."""
+    """The fingerprint includes the number of tokens in each part and in the set."""
     for part in ("dclm", "starcoder", "pes2o", "arxiv", "open-web-math", "algebraic-stack", "wiki"):
         (tmp_path / part).mkdir()
         write_jsonl(tmp_path / part / "a.jsonl", [part])
@@ -506,8 +509,8 @@ def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [None, 400])
 def test_parts_of_a_set_share_the_count_of_held_out_documents(limit, inputs, tmp_path, monkeypatch):
-    """Both sets begin at their first document, and the fourth of every seven documents is held
-    out. Inputs are hashed twice: before and after."""
+    """Both sets start at their first document, and the fourth of every seven documents is held out.
+    Inputs are hashed before and after reading."""
     tokenizer = Tokenizer.from_file(str(inputs / "tokenizer.json"))
     portions, read = [], []
     for part in range(3):

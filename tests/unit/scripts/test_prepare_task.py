@@ -1,4 +1,5 @@
-"""scripts/prepare_task.py, tasks of scripts/evaluate.py, and both against lm-eval if installed."""
+"""scripts/prepare_task.py and the tasks of scripts/evaluate.py, both compared with lm-eval if it is
+installed."""
 
 import gzip
 import importlib.util
@@ -65,7 +66,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         },
     ],
 }
-"""Rows of each format, including text that readers change."""
+"""Rows in each format, including text that readers of the format change."""
 
 LETTERS = "Question: What is it?\nA. rows\nB. a [b] c\nC. columns\nD. d\nE. e\nAnswer:"
 ENDINGS = ["it.", " slowly, with care.", " fast", "ends. it."]
@@ -84,7 +85,7 @@ EXAMPLES: dict[str, list[list[Any]]] = {
         ["\nQuestion: What?\nAnswer:", [*"abcd"], 3],
     ],
 }
-"""The examples of these rows in lm-eval, with which a slow test compares them."""
+"""The examples that lm-eval builds from these rows. A slow test compares them with lm-eval."""
 
 
 def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str:
@@ -102,7 +103,8 @@ def table(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def with_lm_eval() -> Path:
-    """The interpreter of an environment with lm-eval; without one the test is skipped."""
+    """Return the interpreter of an environment with lm-eval. If there is none, the test is
+    skipped."""
     default = ROOT / ".venv-eval" / "bin" / "python"
     if importlib.util.find_spec("lm_eval") is not None:
         default = Path(sys.executable)
@@ -137,8 +139,8 @@ SCORES = [*product(("words", "digits"), ("acc", "acc_norm"))]
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a PC-layer run that scored `SCORED` examples of two tasks, and files of these
-    examples."""
+    """A folder with a run with PC layers that has scored `SCORED` examples of two tasks, and the
+    files of these examples."""
     folder = tmp_path_factory.mktemp("scored")
     tokens = prepare_text(folder, TEXT, 800)
     sets = {f"data__{kind}__walk__path": f"{tokens}/tokens.train"
@@ -177,8 +179,8 @@ def test_scores_in_training_are_lm_evals_of_the_export(scored, tmp_path, monkeyp
 
 
 def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
-    """Score the newest checkpoint of a run, and an earlier one, as of a run on two ranks with other
-    kernels, on more examples than the run."""
+    """Score the newest checkpoint of a run. Then score an earlier checkpoint, edited to come from a
+    run on two ranks with other kernels, on more examples than in the run."""
     files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
     run = scored / "run"
     assert evaluate([str(run), "--tasks", *files, "--output", str(tmp_path)]) == 0
@@ -202,7 +204,7 @@ def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["tokenizer", "weights"])
 def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_path, capsys):
-    """A changed tokenizer file and a flipped bit of the weights are detected."""
+    """A changed tokenizer file and a flipped bit in the weights are detected."""
     if part == "tokenizer":
         file, rule = scored / "d" / "tokenizer.json", "is not the run's tokenizer"
     else:
@@ -237,7 +239,8 @@ def test_what_a_run_cannot_be_scored_on_is_refused(options, rule, tmp_path, caps
 
 
 def test_rows_become_examples(tmp_path, capsys):
-    """Test plain text, compressed files and Parquet; keys outside the format are left out."""
+    """Test plain text, compressed files and Parquet. Keys that are not part of the format are left
+    out."""
     plain = {"id": 7, "context": "one", "choices": ["a", "é"], "answer": 1}
     arc = written(tmp_path, ROWS["arc"])
     output = tmp_path / "tasks" / "arc.jsonl"

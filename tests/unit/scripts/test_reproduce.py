@@ -1,9 +1,9 @@
-"""The papers' experiments run at a small size; wrong numbers and wrong variants of their methods
-fail.
+"""The experiments of the papers run at a small size. Wrong numbers and wrong variants of the
+methods fail.
 
-An experiment that a wrong method passes is worthless. A variant replaces one function of the method
-with a wrong one while the experiment runs at its small size, which checks only statements of the
-papers and theory, not recorded numbers.
+An experiment that passes with a wrong method is worthless. Each variant replaces one function of
+the method with a wrong function. The experiment runs at its small size, at which it only checks
+statements from the papers and theory, not recorded numbers.
 """
 
 import json
@@ -99,22 +99,23 @@ def test_published_numbers_hold(name: str, tmp_path) -> None:
 
 Function = Callable[..., Any]
 Wrong = Callable[[Any], Any]
-"""A function from the right value to a wrong one."""
+"""A function that maps the right value to a wrong value."""
 Owner = ModuleType | type
 
 
 def root_of(measure: Function) -> Function:
-    """Return the square root of a measure of `[..., rows, cols]`, a wrong power."""
+    """Return the square root of a measure of `[..., rows, cols]`, which is a wrong power."""
     return lambda w: measure(w).sqrt()
 
 
 def swapped(measure: Function) -> Wrong:
-    """Use `measure` instead of the right measure."""
+    """Replace the right measure with `measure`."""
     return lambda right: measure
 
 
 def direction(change: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
-    """Use the direction `change(gradient, direction)`, both `[batch, rows, cols]`."""
+    """Replace the direction with `change(gradient, direction)`. Both arguments are `[batch, rows,
+    cols]`."""
 
     def replaced(right: Function) -> Function:
         def wrong(self: SpectralDescentRule, grad: Tensor) -> Polar:
@@ -135,7 +136,7 @@ DESCENT: dict[str, Wrong] = {
 
 
 def block_scale(right: Function) -> Function:
-    """Give Euclidean layers the scale of spectral layers, n / |A|_F^2."""
+    """Use the scale of spectral layers, n / |A|_F^2, for Euclidean layers."""
     return lambda self, layer, a: a.shape[0] / float(a.square().sum())
 
 
@@ -151,7 +152,7 @@ def last_too_large(level: odd_polynomial.Level) -> odd_polynomial.Level:
 
 
 def composite(stages: tuple[odd_polynomial.Stage, ...]) -> Wrong:
-    """Use other stages for the over-flattening composite."""
+    """Use `stages` for the over-flattening composite."""
     return lambda right: {**right, "over_flattening": stages}
 
 
@@ -247,7 +248,7 @@ WRONG: dict[str, tuple[Owner, str, Wrong]] = {
         lambda right: lambda m, u, v, **options: right(m, -u, v, **options),
     ),
 }
-"""Replacements of attributes by experiment, at least two each."""
+"""Wrong replacements of attributes, at least two for each experiment."""
 
 
 def run_small(name: str) -> Outcome:
@@ -258,7 +259,7 @@ def run_small(name: str) -> Outcome:
 
 @cache
 def passed_checks(name: str) -> set[str]:
-    """Return the names of an experiment's checks that the right method passes."""
+    """Return the names of the checks in an experiment that the right method passes."""
     return {check.name for check in run_small(name).checks if check.passed}
 
 

@@ -1,4 +1,4 @@
-"""Figures of runs from their lines: time by steps, and the order of runs."""
+"""Figures computed from the logged lines of runs: the time of steps, and the order of runs."""
 
 import itertools
 import json
@@ -15,14 +15,14 @@ from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
 
 
 def run_of(*lines, vocabulary: int = 100) -> RunData:
-    """Return a run with these lines of metrics."""
+    """Return a run with these lines in metrics.jsonl."""
     train = {"global_batch": 1, "sequence_length": 8}
     config = {"model": {"vocab_size": vocabulary}, "train": train}
     return RunData(Path("run"), list(lines), [], config, [])
 
 
 def test_time_is_that_of_steps_not_of_lines() -> None:
-    """Intervals between lines with step times vary, and some lines have no time."""
+    """The intervals between lines with step times vary, and some lines have no time."""
     times = {1: 2.0, 10: 0.5, 12: None, 20: 1.0, 100: 0.25}
     lines = [{"step": i} | ({"perf/step_time_s": s} if s else {}) for i, s in times.items()]
     passed = run_of(*lines).seconds()
@@ -43,7 +43,8 @@ def test_losses_are_drawn_over_the_largest_unit_that_passed_twice(seconds, unit,
 
 
 def test_a_row_has_the_settings_that_differ_and_affect_training() -> None:
-    """The most informative settings are first; a section of one run is one key."""
+    """The most informative settings come first. A section that only one run has counts as one
+    key."""
     matrix, pc = {"matrix": {"rule": "muon"}}, {"level": 2, "steps": 3}
     configs = [
         {
@@ -72,8 +73,8 @@ def test_a_run_on_another_host_is_late_after_three_of_its_longest_steps(tmp_path
 
 
 def test_monitored_steps_have_their_own_tokens() -> None:
-    """Their tokens are right between logged steps and after the last step, where a ramp has another
-    batch."""
+    """The tokens of monitored steps are right between logged steps and after the last logged step,
+    where a batch ramp has another batch size."""
     monitors = [{"step": step, "tokens": tokens} for step, tokens in ((4, 8), (8, 40), (12, 72))]
     run = replace(run_of({"step": 10, "progress/tokens": 56}), monitors=monitors)
     assert [run.tokens(line) for line in monitors] == [8, 40, 72]
@@ -117,7 +118,7 @@ def test_losses_are_incomparable_because_of_runs_that_have_validated() -> None:
 
 
 def test_every_card_of_a_run_is_its_figure() -> None:
-    """The last validation is not the best; medians, sums and last values differ."""
+    """The last validation is not the best, and medians, sums and last values differ."""
     lines = [
         {"step": 10, "train/loss": 5.0, "val/loss": 4.0, "perf/tokens_per_sec": 1e3},
         {"step": 20, "train/loss": 3.0, "val/loss": 2.0, "perf/tokens_per_sec": 4e3},

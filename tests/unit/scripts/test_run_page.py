@@ -1,4 +1,4 @@
-"""Figures of runs and the page about a run show the logged data without a network."""
+"""Figures of runs and the report page of a run show the logged data and need no network."""
 
 import json
 import os
@@ -31,8 +31,8 @@ from training.run import train
 
 @pytest.fixture(scope="module")
 def folder(shared_folder):
-    """A stopped and continued run with PC layers, monitors and a penalty, a run without these, and
-    a failing run."""
+    """A folder with a stopped and resumed run with PC layers, monitors and a penalty, a run without
+    these, and a failed run."""
     folder = shared_folder
     world = process_groups.initialize()
     common = {"train__steps": 6, "train__micro_batch": 4, "log__interval": 1}
@@ -66,24 +66,26 @@ def folder(shared_folder):
 
 @pytest.fixture
 def only_loss(monkeypatch) -> None:
-    """Pages and folders with the loss as their only figure, because drawing is slow."""
+    """Draw only the loss on pages and in folders, because drawing is slow."""
     for module in (compare, run_figures, run_page):
         monkeypatch.setattr(module, "FIGURES", [each for each in FIGURES if each.name == "loss"])
 
 
 Curve = tuple[str, list[float]]
-"""A text in the label of a curve or the title of its panel, and its values."""
+"""A text that the label of a curve or the title of its panel contains, and the values of the curve.
+"""
 
 
 def logged(*names: str) -> Callable[[RunData], Iterator[Curve]]:
-    """Return a function from a run to its values of metrics."""
+    """Return a function that yields a run's values of the given metrics."""
     return lambda run: (
         ("", [line[name] for line in run.metrics if name in line]) for name in names
     )
 
 
 def by_role(run: RunData, figure: str, of: Callable[[list], float] = fmean) -> Iterator[Curve]:
-    """Yield `of` the matrices' values of a monitored figure in each monitored step."""
+    """For each role, yield a curve of `of` applied to the values of a monitored metric over
+    matrices, in each monitored step."""
     for role in {unit["role"] for unit in run.monitors[0]["units"].values() if unit["layer"] == 0}:
         steps = [
             [u[figure] for u in line["units"].values() if u["role"] == role and figure in u]
@@ -94,19 +96,20 @@ def by_role(run: RunData, figure: str, of: Callable[[list], float] = fmean) -> I
 
 
 def weights(run: RunData, of: Callable[[list], float]) -> Iterator[Curve]:
-    """Yield `of` the deciles of each role's weights, for PC layers the deciles of PC(W)."""
+    """For each role, yield a curve of `of` applied to the deciles of the weights. For PC layers,
+    PC(W) is used."""
     effective = dict(by_role(run, "effective_quantiles", of))
     assert {*effective} == {"o", "gate", "up", "down"}
     yield from (dict(by_role(run, "quantiles", of)) | effective).items()
 
 
 def decile(i: int) -> Callable[[list], float]:
-    """Return a function from matrices' deciles to the mean of decile `i`."""
+    """Return a function that computes the mean of decile `i` over matrices."""
     return lambda rows: fmean(row[i] for row in rows)
 
 
 def ranks(run: RunData) -> Iterator[Curve]:
-    """Yield the deciles of the first and the last monitored step."""
+    """Yield the deciles in the first and the last monitored step."""
     curves = [dict(weights(run, decile(i))) for i in range(11)]
     for role in curves[0]:
         for step in (0, -1):
@@ -114,7 +117,8 @@ def ranks(run: RunData) -> Iterator[Curve]:
 
 
 def shares(run: RunData) -> Iterator[Curve]:
-    """Yield the share of values in each of 30 parts of the range of the last monitored step."""
+    """Yield the share of values in each of 30 equal parts of their range in the last monitored
+    step."""
     curves = [dict(weights(run, decile(i))) for i in range(11)]
     for role in curves[0]:
         values = [each[role][-1] for each in curves]
@@ -130,7 +134,7 @@ def conditions(run: RunData) -> Iterator[Curve]:
 
 
 def blocks(run: RunData, figure: str) -> Iterator[Curve]:
-    """Yield a figure of each block over the monitored steps."""
+    """Yield a metric of each block over the monitored steps."""
     yield from (("", [line["blocks"][at][figure] for line in run.monitors]) for at in "01")
 
 
@@ -163,7 +167,7 @@ def norms(run: RunData) -> Iterator[Curve]:
 
 
 def cells(figure: str) -> Callable[[RunData], Iterator[Curve]]:
-    """Return a function from a run to the rows of a map of layers by roles."""
+    """Return a function that yields the rows of a run's map of layers by roles."""
 
     def of(run: RunData) -> Iterator[Curve]:
         units = run.monitors[-1]["units"].values()
@@ -200,7 +204,7 @@ SHOWN: dict[str, Callable[[RunData], Iterator[Curve]]] = {
     "penalty": logged("penalty/loss_ratio"),
     "z_loss": logged("train/z_loss"),
 }
-"""Curves of each figure, from the lines of the run."""
+"""Expected curves of each figure, computed from the lines of the run."""
 
 
 def drawn(figure) -> Iterator[Curve]:
@@ -228,7 +232,7 @@ def drawn(figure) -> Iterator[Curve]:
 
 @pytest.fixture(scope="module")
 def run(folder) -> RunData:
-    """Return the run with PC layers, with metrics of tasks, experts and a user's rule."""
+    """The run with PC layers, with added metrics of tasks, experts and a user's rule."""
     run = read_run(folder / "pc")
     more = {"task/words/acc": 0.5, "task/words/acc_norm": 0.25, "moe/max_vio": 3.0}
     more["monitor/rule_gap/q"] = 2.0
@@ -251,7 +255,8 @@ def test_every_figure_shows_what_was_logged(kind, run):
 
 @pytest.mark.parametrize("kind", [each for each in FIGURES if each.overlay], ids=lambda k: k.name)
 def test_each_run_is_named_and_looks_different(kind, run):
-    """The name of a run is in the title of its panel, or in a legend with one look per label."""
+    """The name of a run is in the title of its panel, or in a legend in which each label has its
+    own line style."""
     runs = [replace(run, label=name) for name in ("first", "second", "third")]
     axes = kind.overlay(runs).axes
     texts = [axis.get_title() for axis in axes]
@@ -278,11 +283,11 @@ EMPTY: dict[str, Callable[[RunData], RunData]] = {
         monitors=[{"step": 2, "units": {"a": {"role": "q", "layer": 0}}, "blocks": {}}],
     ),
 }  # fmt: skip
-"""Runs that lack figures."""
+"""Functions that remove metrics from a run."""
 
 
 def blank(figures: dict) -> dict:
-    """Return the figures of a matrix or block with spectra of zeros and no other values."""
+    """Return the metrics of a matrix or block, with spectra of zeros and no other values."""
     kept = ("role", "layer", "noise_samples")
     return {
         key: value if key in kept else [0.0] * 11 if isinstance(value, list) else None
@@ -293,13 +298,13 @@ def blank(figures: dict) -> dict:
 @pytest.mark.parametrize("kind", FIGURES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("change", EMPTY)
 def test_a_run_without_figures_is_drawn(kind, change, run):
-    """Missing values cause no error, and no warning, which pytest would raise."""
+    """Missing values cause no error and no warning. pytest would raise warnings as errors."""
     kind.draw(EMPTY[change](run))
 
 
 def test_one_monitored_step_is_drawn(folder, tmp_path):
-    """The step is drawn as bars and points, because a curve or an area of one step would be
-    empty. Lines that are no JSON are left out, and a name is no mathematics."""
+    """The step is drawn as bars and points, because a curve or an area of one step would be empty.
+    Lines that are not JSON are left out, and names are not typeset as mathematics."""
     copy = shutil.copytree(folder / "pc", tmp_path / "a $_$ b")
     for name, lines in (("metrics", 2), ("monitors", 1), ("events", None)):
         path = copy / f"{name}.jsonl"
@@ -323,12 +328,12 @@ def test_one_monitored_step_is_drawn(folder, tmp_path):
 
 
 def ids(page: str) -> list[str]:
-    """Return the ids of the elements of a page."""
+    """Return the ids of all elements on a page."""
     return re.findall(r'\bid="([^"]+)"', page)
 
 
 def fetched(page: str) -> list[str]:
-    """Return the URLs that a page would fetch."""
+    """Return everything that a page would fetch."""
     links = re.findall(r'\b(?:src|href|srcset|data)="(?!#|data:)([^"]+)"', page)
     return links + re.findall(r"<(?:script|iframe|object|embed)\b|@import|url\((?!#)", page)
 
@@ -360,7 +365,7 @@ def test_the_page_says_why_it_has_no_spectra(folder, tmp_path):
 
 
 def test_what_a_rule_reports_is_drawn_by_role(folder, tmp_path):
-    """Test a rule in a user's package; a figure that is always 0 is left out."""
+    """The rule is from a user's package. A metric that is always 0 is left out."""
     copy = shutil.copytree(folder / "plain", tmp_path / "run")
     lines = json_lines(copy / "metrics.jsonl")
     for line in lines:
@@ -527,7 +532,7 @@ def test_runs_are_compared_by_validation_loss(folder):
 
 
 def test_the_curves_of_many_runs_are_those_of_the_best(folder, monkeypatch):
-    """Runs without steps have no curves; the order of names is that of losses for one metric."""
+    """Runs without steps have no curves. The names are ordered by the loss in the same metric."""
     drawn: list[list[str]] = []
 
     def draw(runs: list[RunData]) -> Figure:
@@ -555,7 +560,8 @@ def test_a_page_is_about_some_of_the_runs_in_a_folder(folder, tmp_path):
 
 @pytest.mark.usefixtures("only_loss")
 def test_runs_that_are_validated_differently_are_named(folder, tmp_path, capsys):
-    """The same config and another content of its validation set, a tokenizer, a link to a run."""
+    """Test different contents of the validation set under the same config, a different tokenizer,
+    and a link to a run."""
     (tmp_path / "runs").mkdir()
     for name in ("pc", "plain"):
         shutil.copytree(folder / name, tmp_path / name)

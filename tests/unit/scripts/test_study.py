@@ -32,7 +32,7 @@ STUDIES = [p for p in (ROOT / "studies").rglob("*.yaml") if "variants:" in p.rea
 
 @pytest.fixture
 def study_file(minimal, folder, tmp_path) -> Path:
-    """Write a study of one-step runs."""
+    """The file of a study of one-step runs."""
     config = yaml.safe_load(minimal.read_text())
     sets = {"walk": {"path": str(tmp_path / "tokens")}}
     config["data"] = {"train": sets, "validation": deepcopy(sets)}
@@ -59,7 +59,7 @@ def study_file(minimal, folder, tmp_path) -> Path:
 
 
 def changed(path: Path, **changes: Any) -> dict[str, Any]:
-    """Change keys of a study in its file and return the study."""
+    """Change keys in a study file, and return the study."""
     study = yaml.safe_load(path.read_text()) | changes
     path.write_text(yaml.safe_dump(study, sort_keys=False))
     return study
@@ -175,7 +175,8 @@ def test_a_study_sets_no_variable_that_runs_code(name, study_file, tmp_path, cap
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_run_of_another_process_is_not_trained_again(waits, study_file, tmp_path, monkeypatch):
-    """The other process trains the run before or while this process looks for its record."""
+    """The other process trains the run before this process looks for its record, or while this
+    process waits."""
     run = run_of(read_study(study_file), "plain", [], 1)
     ours, theirs = (RecordBook(tmp_path) for _ in range(2))
     record = Record(run.key, run.label, [], False, 1.0, {"loss": 2.0, "course": []})
@@ -205,7 +206,7 @@ def test_a_run_of_another_process_is_not_trained_again(waits, study_file, tmp_pa
 def test_only_a_whole_run_is_recorded(
     code, log, done, loss, expected, study_file, tmp_path, monkeypatch
 ):
-    """An earlier run in the folder had finished."""
+    """A run that was earlier in the folder has finished."""
     run, book = run_of(read_study(study_file), "plain", [], 1), RecordBook(tmp_path)
     folder = tmp_path / run.folder
     folder.mkdir()
@@ -257,7 +258,8 @@ def test_each_run_has_gpus_of_its_own(visible, options, expected, monkeypatch):
 
 
 def test_the_length_of_runs_is_a_share_of_the_full_length(study_file):
-    """An override of a key in `full` replaces the full length, also of the runs of the curve."""
+    """If an override sets a key in `full`, it replaces the full length, also for the runs of the
+    curve."""
     study = replace(
         read_study(study_file),
         full={"train.steps": 80, "schedule.warmup_steps": 8},
@@ -302,7 +304,7 @@ def test_an_override_of_a_study_is_no_option_of_pretrain(option, study_file, tmp
 
 @pytest.fixture
 def tuned_file(study_file) -> Path:
-    """Write the study with a search whose third rate is far too large."""
+    """The file of the study with a search in which the third learning rate is far too large."""
     study = yaml.safe_load(study_file.read_text())
     rates = {"rate": {"grid": {"optimizer.matrix.lr": [1e-7, 3e-3, 1e38]}}}
     study["full"] = {"train.steps": 4}
@@ -351,7 +353,7 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
 
 
 def searching(*counts: int, rungs=((1.0, 1),), kind="grid") -> dict[str, Any]:
-    """Return the keys of a study with these numbers of candidates of its variants."""
+    """Return the keys of a study whose variants have the given numbers of candidates."""
     stages = {"s": [dict(zip(("share", "keep", "seeds"), rung, strict=False)) for rung in rungs]}
     variants = {
         name: {"config": "x", "search": {"s": {kind: {"optimizer.matrix.lr": [*range(count)]}}}}
@@ -444,7 +446,7 @@ def test_every_candidate_of_the_studies_is_a_config(root):
     ],
 )
 def test_a_failed_run_is_named_with_the_first_line_of_its_error(log, expected, tmp_path):
-    """Further lines of an error say where a value is set; a killed run may end within a
+    """Later lines of an error state where a value is set. The log of a killed run may end within a
     character."""
     (tmp_path / "log.txt").write_text("\n".join(log), errors="surrogateescape")
     assert message(tmp_path / "log.txt") == expected

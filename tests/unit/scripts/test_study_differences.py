@@ -1,4 +1,4 @@
-"""A study names the keys in which its variants differ, except keys that it tunes or sets."""
+"""A study lists the keys in which its variants differ, except keys that the study tunes or sets."""
 
 import re
 
@@ -16,7 +16,7 @@ ADAMW, SSO = "configs/tiny_adamw.yaml", "configs/tiny_sso.yaml"
 
 
 def found_in(folder, variants, **keys):
-    """Return the differences of a study's variants, one sentence each."""
+    """Return the differences between the variants of a study, by variant."""
     path = folder / "study.yaml"
     content = {"title": "t", "seeds": [1], "variants": variants} | keys
     path.write_text(yaml.safe_dump(content, sort_keys=False))
@@ -31,7 +31,8 @@ def searched(key: str):
 
 
 def test_other_keys_than_those_that_are_tuned_are_named(tmp_path):
-    """The recipes' initialisation is named, but not the rate, nor settings of a single rule."""
+    """The initialisation of the recipes is listed, but neither the learning rate nor settings of a
+    single rule are."""
     variants = {
         "AdamW": {"config": ADAMW, "search": searched("optimizer.matrix.lr")},
         "SSO": {"config": SSO, "against": "AdamW", "search": searched("optimizer.matrix.lr")},
@@ -58,7 +59,8 @@ def test_keys_that_the_study_sets_or_declares_are_meant(tmp_path):
 
 
 def test_settings_of_one_name_under_two_rules_are_named(tmp_path):
-    """The recipes set two momenta; `differs` declares the difference, an equal value removes it."""
+    """The recipes set two momenta. `differs` declares the difference, and an equal value removes
+    it."""
     muon = {"config": "configs/tiny_muon.yaml"}
     sso = {"config": SSO, "against": "Muon", "differs": ["model.init", "optimizer.matrix"]}
     key = "optimizer.rules.spectral_sphere.momentum"
@@ -99,8 +101,8 @@ def test_a_declared_key_that_is_the_same_is_refused(tmp_path):
 
 
 def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
-    """The screen says how many candidates were checked, and names the differences and grids without
-    a verdict before the first run. The table has the differences too."""
+    """Before the first run, the screen shows the number of candidates checked, the differences, and
+    the grids that allow no verdict. The table also lists the differences."""
     monkeypatch.setattr("training.report.text.FIRST", 0.001)
     path = tmp_path / "study.yaml"
     grid = {"search": {"rate": {"grid": {"optimizer.matrix.lr": [0.01, 0.02]}}}}

@@ -1,4 +1,4 @@
-"""Successive halving finds the best candidate at exactly the study's cost."""
+"""Successive halving finds the best candidate at exactly the cost given for the study."""
 
 from collections import Counter
 
@@ -27,7 +27,8 @@ BEST = {"a": 0.04, "b": 0.01}
 
 
 def landscape(trained: list):
-    """Return invented losses: convex in the rate, lower with w = 0.1, and failed for b at 0.08."""
+    """Return a function that trains runs with artificial losses: convex in the learning rate, lower
+    with w = 0.1, and failing for b at 0.08."""
 
     def train(runs):
         records = []

@@ -1,4 +1,4 @@
-"""The tables of a study follow from its losses, without conclusions from the end of a grid."""
+"""The tables of a study follow from its losses and draw no conclusions from the end of a grid."""
 
 import json
 import math
@@ -30,7 +30,7 @@ RESULTS = sorted(ROOT.glob("studies/**/results.json"))
 
 
 def study(a, b, *, search=None, **more):
-    """Return the results of two variants with these losses."""
+    """Return the results of a study of two variants with these losses."""
     variants = {k: {"against": v, "search": search or {}} for k, v in {"a": None, "b": "a"}.items()}
     rows = [{"variant": "a", "losses": a}, {"variant": "b", "losses": b}]
     return {"variants": variants, "seeds": list(range(len(a))), "rows": rows, **more}
@@ -77,7 +77,7 @@ def trial(name, lr, beta, loss, share=0.5):
 
 
 def searched(chosen):
-    """Return a search of both variants over lr and beta with these choices."""
+    """Return a search over lr and beta for both variants, with these choices."""
     trials = [
         trial(name, lr, beta, abs(lr - 2) + beta)
         for name in ("a", "b") for lr in (1, 2, 4) for beta in (0.3, 0.5, 0.9)
@@ -97,7 +97,8 @@ def searched(chosen):
     ],
 )
 def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended, monkeypatch):
-    """The refusal includes variants that are compared with the variant, or tuned as it is."""
+    """Variants that are compared with such a variant, or that share its tuned values, get no
+    verdict either."""
     results = searched({"a": a, "b": b})
     ended = {name: [f"{key} is at an end of the grid of {name}" for key in keys]
              for name, keys in ended.items()}  # fmt: skip
@@ -155,7 +156,7 @@ def test_losses_by_a_key_are_the_best_over_the_others():
 
 
 def test_tokens_to_a_loss_are_found_on_the_curve():
-    """The loss of `a` falls by 1 per doubling; outside the curve there is no result."""
+    """The loss of `a` falls by 1 per doubling. Outside the curve, there is no result."""
     points = [{"share": 0.5, "losses": [4.0, 4.0]}, {"share": 2.0, "losses": [2.0, 2.0]}]
     results = study([3.0, 3.0], [2.5, 2.5], points=points, curve={"variant": "a"})
     frame = tokens_to_loss(results, comparison(results))
@@ -170,7 +171,7 @@ def test_tokens_to_a_loss_are_found_on_the_curve():
 
 @pytest.mark.parametrize("seeds", [*range(2, 13), 20, 100])
 def test_intervals_are_students_for_every_number_of_seeds(seeds):
-    """The density of Student's t, integrated over the interval, is 0.95."""
+    """The density of Student's t distribution, integrated over the interval, is 0.95."""
     degrees, width = seeds - 1, half_width(seeds)
     x = np.linspace(-width, width, 100_001)
     scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / (degrees * math.pi) ** 0.5

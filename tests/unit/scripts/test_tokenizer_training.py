@@ -1,4 +1,5 @@
-"""Words that a tokenizer is trained on are bounded, which bounds its time; other text is kept."""
+"""The length of the words on which a tokenizer is trained is limited, which limits the training
+time. Other text is kept."""
 
 from scripts.data.text_tokenizer import LONGEST_WORD, in_short_words
 

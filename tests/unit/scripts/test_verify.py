@@ -1,4 +1,4 @@
-"""scripts/verify.py names damage in a run, a checkpoint or data, and changes nothing."""
+"""scripts/verify.py reports damage to a run, a checkpoint or data, and changes nothing."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from training.run import train
 
 @pytest.fixture
 def run_dir(folder: str, tmp_path: Path, world) -> Path:
-    """A run with checkpoints of steps 1 and 2."""
+    """A run with checkpoints at steps 1 and 2."""
     keys = {"checkpoint__interval": 1, "train__exit_step": 2, "validation__samples": 2}
     train(tiny_config(folder, "adamw", log__interval=1, **keys), world)
     return tmp_path / "run"
@@ -67,8 +67,8 @@ def test_files_that_are_not_regular_are_named_and_the_rest_is_read(run_dir, caps
 
 
 def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
-    """Steps are missing as after a power failure. The interval changes at the step where the run
-    continues."""
+    """Steps are missing, as after a power failure. The logging interval changes at the step where
+    the run resumes."""
     keys = {"checkpoint__interval": 4, "validation__samples": 2, "train__steps": 12}
     keys["train__micro_batch"] = 8
     keys |= {"monitors__interval": 2}

@@ -1,4 +1,4 @@
-"""The process that writes a rank's parts of the state."""
+"""The process that writes a rank's parts of the training state."""
 
 import re
 import time
@@ -20,7 +20,7 @@ from parallel.checkpoint.state_writer import (
 
 @pytest.mark.parametrize("element", [7, 10, 16])
 def test_an_element_that_is_not_finite_is_named_by_its_place_in_the_whole(element, world, tmp_path):
-    """Test the end of a row, whole rows, and the beginning of a row, which are separate parts."""
+    """The end of a row, whole rows and the beginning of a row are separate parts."""
     whole = torch.zeros(5, 4)
     whole.view(-1)[element] = torch.nan
     parts = [

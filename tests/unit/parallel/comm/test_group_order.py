@@ -1,5 +1,5 @@
-"""The ranks and the time limits of process groups on layouts with all axes above one, by fake
-groups."""
+"""The ranks and timeouts of process groups, tested with fake groups on layouts in which all axes
+are larger than 1."""
 
 from datetime import timedelta
 from inspect import signature
@@ -86,7 +86,7 @@ def test_collectives_of_every_group_wait_as_long_as_asked(ranks, layout, sent_no
 
 
 def axes_of(made: Groups) -> dict[str, Axis]:
-    """Return every axis by its name."""
+    """Return every axis by name."""
     axes: dict[str, Axis] = {
         name: getattr(made, name) for name in ("tensor", "pipeline", "data", "context", "expert")
     }
@@ -97,7 +97,7 @@ def axes_of(made: Groups) -> dict[str, Axis]:
 
 
 def members(made: Groups) -> dict[str, list[int]]:
-    """Return the ranks of each axis in order, and check this rank's number among them."""
+    """Return the ranks of each axis in order, and check this rank's position in each axis."""
     found = {}
     for name, axis in axes_of(made).items():
         found[name] = dist.get_process_group_ranks(axis.group)

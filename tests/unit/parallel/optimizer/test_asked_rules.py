@@ -1,4 +1,4 @@
-"""Routing, plans, costs and stacks of every rule."""
+"""Routing, plans, costs and stacks for every rule."""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
-"""The distributed optimizer's step, as required for a CUDA graph, in one process.
+"""Requirements that the step of the distributed optimizer meets for CUDA graphs, tested in one
+process.
 
-A step is a fixed sequence of operations on fixed memory that never reads a value on the host. The
-tests of several ranks are in tests/distributed.
+A step is a fixed sequence of operations on fixed memory, and the host never reads a value. Tests on
+several ranks are in tests/distributed.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ def test_a_step_asks_the_host_for_nothing_and_no_tensor_of_the_host_enters_it(wo
 
 
 def lasting(model, optimizer) -> list[torch.Tensor]:
-    """Return copies of everything that the next step reads: weights, masters, state."""
+    """Return copies of everything that the next step reads: weights, master weights and state."""
     groups = [group for domain in optimizer.domains for group in domain.step_groups]
     tensors = [
         *model.parameters.values(),
@@ -90,7 +91,7 @@ def test_a_refused_unit_keeps_its_weight_bit_for_bit(world, rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Wary(AdamWRule):
-    """AdamW that refuses a range with a gradient that is not finite."""
+    """AdamW that refuses to update a range if its gradient is not finite."""
 
     def update(self, stacks):
         """Report `refused`; see `Rule.update`."""
@@ -101,7 +102,7 @@ class Wary(AdamWRule):
 
 @pytest.mark.parametrize("name", ["embedding", "layers.0.mlp_norm", "layers.1.q.1"])
 def test_a_range_that_an_elementwise_rule_refuses_is_named_by_its_first_element(world, name):
-    """The range, of a bucket's shard, is the one whose weights have not changed."""
+    """The refused range in a bucket's shard is the range whose weights have not changed."""
 
     def assign(unit):
         return Assignment("all", "wary", Wary(), 0.01, 0.1 if unit.is_matrix else 0.0)
@@ -123,7 +124,7 @@ def test_a_range_that_an_elementwise_rule_refuses_is_named_by_its_first_element(
 
 
 def test_gradients_of_weights_and_gammas_of_pc_layers_are_measured_and_clipped(world):
-    """Autograd turns the model's gradient of PC(W) into the expected gradients."""
+    """The expected gradients are computed by autograd from the model's gradient of PC(W)."""
     assign = assign_matrices("muon", pc_level=4)
     model, optimizer = stepped_model(TINY, world, assign, apart=True)
     fill(model, 0)
@@ -173,7 +174,7 @@ def test_a_pc_layer_whose_rule_refuses_its_step_counts_as_refused(world):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ["muon", "spectral_sphere"])
 def test_momenta_of_all_matrices_have_the_dtype_that_is_asked_for(world, rule, dtype):
-    """Heads are stepped from shards, PC layers by their owners."""
+    """Heads are updated from shards, and PC layers by their owners."""
     assign = assign_matrices(rule, pc_level=4)
     options = {"momentum_dtype": dtype}
     _, optimizer = stepped_model(TINY, world, assign, optimizer=options)
@@ -186,7 +187,8 @@ def test_momenta_of_all_matrices_have_the_dtype_that_is_asked_for(world, rule, d
 
 
 def test_gammas_of_pc_layers_have_their_own_rate_and_decay(world):
-    """AdamW's first step equals its rate for any gradient; the rates are 0.03 and 0.2 by layer."""
+    """The first step of AdamW equals the learning rate for any gradient. The layers have learning
+    rates 0.03 and 0.2."""
     factors = [0.37, 2.1]
     assign = assign_matrices("muon", pc_level=4, layer_factors=factors)
     model, optimizer = stepped_model(TINY, world, assign, apart=True)

@@ -1,4 +1,4 @@
-"""Stacks of units of equal shape, rule and rates."""
+"""Stacks of units with the same shape, rule and learning rates."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_units_of_a_stack_are_assigned_the_same(name: str, more: list[str], maps
 
 
 def roles(stack: OwnedStack) -> set[str]:
-    """Return the roles of the units of a stack."""
+    """Return the roles of the units in a stack."""
     return {unit.role for unit in stack.units}
 
 
@@ -69,7 +69,7 @@ def test_a_rate_of_0_is_not_a_null(key: str) -> None:
 
 @pytest.fixture
 def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Add the meta device to the kernels' table, with a GPU's workspace."""
+    """The meta device, added to the kernel table so that it has the workspace of a GPU."""
     path = tmp_path / "table.json"
     path.write_text('{"devices": {"meta": {"measured": null, "entries": []}}}')
     monkeypatch.setattr(dispatch, "TABLE", path)
@@ -89,7 +89,7 @@ class Planned(Units):
 
 
 def planned(found: list[OwnedStack], device: torch.device) -> list[list[tuple[int, slice]]]:
-    """Return the batches of units per call."""
+    """Return the batches of units for each call of the rule."""
     shapes = [(stack.units[0].shape, len(stack.units)) for stack in found]
     return batches(found[0].rule, [Planned(s, torch.float32, device, n) for s, n in shapes])
 

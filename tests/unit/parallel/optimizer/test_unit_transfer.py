@@ -1,4 +1,4 @@
-"""Positions of the pieces of units that tensor-parallel ranks cut or copy."""
+"""Positions of the pieces of units that are split or replicated across tensor-parallel ranks."""
 
 from typing import Any
 
@@ -11,19 +11,21 @@ from spectral.sharded.exchange import Part
 
 
 def unit_of(local: tuple[int, int], whole: tuple[int, int], **options: Any) -> Unit:
-    """Return the unit of a matrix `whole` with a rank's part `local`."""
+    """Return the unit of a matrix with shape `whole`, of which a rank has a part with shape
+    `local`."""
     return Unit(
         name="a", parameter="a", role="o", view_shape=local, index=(), axes=whole, **options
     )
 
 
 def layout(unit: Unit, data_ranks: int) -> BucketLayout:
-    """Return the bucket layout of a unit of two tensor ranks, with small shards."""
+    """Return the bucket layout of a unit on two tensor-parallel ranks, with small shards."""
     return BucketPlanner(ranks=data_ranks, alignment=1).layout([unit])
 
 
 def positions(parts: tuple[Part, ...], tensor_rank: int) -> list[int]:
-    """Return the elements of flattened pieces that are in the parts of one of two tensor ranks."""
+    """Return the positions, in the flattened matrix, of the parts on one of two tensor-parallel
+    ranks."""
     own = (box for part in parts if part.rank % 2 == tensor_rank for box in part.whole)
     return sorted(i for places in own for i in places)
 

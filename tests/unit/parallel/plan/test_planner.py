@@ -1,4 +1,5 @@
-"""The planner's figures against independent counts, and limits that every recipe satisfies."""
+"""The figures of the planner, compared with independent counts, and limits that every recipe
+meets."""
 
 from dataclasses import replace
 from functools import cache
@@ -35,7 +36,7 @@ RECIPES = [
 
 @cache
 def case(name):
-    """Return `(units, assign, layers)` of a recipe with the overrides after its name."""
+    """Return `(units, assign, layers)` for a recipe, given its name followed by overrides."""
     recipe, *overrides = name.split()
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", overrides)
     return config_units(config), config_assignments(config), config.model.layers
@@ -98,7 +99,8 @@ def test_memory_of_one_rank_is_the_whole_model():
 
 @pytest.mark.parametrize("experts", [1, 4])
 def test_buffers_are_those_of_the_larger_domain(experts):
-    """Each domain has one step group, with six float32 copies of its matrices except the router."""
+    """Each domain has one step group, with six float32 copies of each of its matrices except the
+    router."""
     moe = MoEConfig(experts=experts, top_k=1, expert_ffn=12)
     units = all_units(replace(TINY, family="moe", moe=moe))
     sizes = {"dense": 0, "expert": 0}
@@ -121,7 +123,8 @@ def test_an_owner_has_a_buffer_for_the_parts_of_the_other_rank(owner):
 
 
 def ten_tokens(model, **inputs):
-    """Return a step of one micro-batch of ten tokens on two tensor-parallel ranks."""
+    """Return the shape of a step with one micro-batch of ten tokens on two tensor-parallel
+    ranks."""
     return StepShape(
         model=model,
         inputs=PlanInputs(data=1, tensor=2, **inputs),
@@ -183,7 +186,7 @@ def test_the_scores_of_a_block_of_queries_are_four_copies_in_float32():
 
 def test_micro_batches_in_flight_by_hand():
     """In an interleaved schedule, a rank keeps the micro-batches of its warm-up, and one more
-    before its first backward."""
+    before its first backward pass."""
     for virtual, wanted in ((1, [2, 1]), (2, [5 / 2, 3 / 2])):
         inputs = PlanInputs(data=1, pipeline=2, virtual_pipeline=virtual)
         for count in (8, 2, 1):  # of which a rank keeps no more
@@ -204,7 +207,8 @@ LAYOUTS: list[dict[str, int]] = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_elements_of_a_stage_are_those_of_its_units(name, layout):
-    """The layout search counts elements without units, as a lower bound of a plan's memory."""
+    """The layout search counts elements without declaring units, for a lower bound on a plan's
+    memory."""
     inputs = PlanInputs(**layout)
     shape = replace(ten_tokens(replace(MODELS[name], layers=4)), inputs=inputs)
     for stage in range(inputs.pipeline):
@@ -219,9 +223,10 @@ def test_the_elements_of_a_stage_are_those_of_its_units(name, layout):
 @pytest.mark.parametrize("data", [64, 256])
 @pytest.mark.parametrize("rule", ["adamw", "sso"])
 def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root):
-    """Experts have an eighth of the copies.
+    """There are an eighth as many copies of experts.
 
-    Experts are placed after the dense matrices, whose loads differ between the eight sets of ranks.
+    Experts are placed after the dense matrices, whose loads differ between the eight groups of
+    ranks.
     """
     config = load_config(root / "configs" / f"moe_8b_a1b_{rule}.yaml")
     inputs = PlanInputs(data=data, expert=config.parallel.expert)

@@ -1,4 +1,4 @@
-"""Plans differ from published runs as stated in docs/planning.md."""
+"""Plans differ from published runs by the amounts given in docs/planning.md."""
 
 from typing import Any
 
@@ -35,12 +35,12 @@ RUNS: dict[str, tuple[ModelConfig, dict[str, Any], str, int, dict[str, Any]]] = 
         {"sequence_length": 8192, "operands": "fp8"},
     ),
 }  # fmt: skip
-"""Model, layout, device, sequences per step, and further inputs of a plan."""
+"""Model, layout, device, sequences per step, and other inputs of a plan."""
 PAGE = (ROOT / "docs" / "planning.md").read_text()
 
 
 def row_of(name: str) -> tuple[float, float]:
-    """Return the published and the planned figure of a run on the page."""
+    """Return the published and the planned figure for a run, as given on the page."""
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
     published, planned = (float(cell.split()[0]) for cell in row.split("|")[4:6])
     assert f"{planned / published - 1:+.0%}" == row.split("|")[6].strip()

@@ -1,4 +1,5 @@
-"""Bytes of activations against hand-computed values, and peaks of devices."""
+"""Bytes sent for activations, compared with values computed by hand, and the peak FLOP/s of
+devices."""
 
 from dataclasses import replace
 
@@ -27,7 +28,8 @@ LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_si
 
 
 def shape(model=LLAMA, **inputs):
-    """Return a step of four micro-batches of two sequences of 128 tokens per rank."""
+    """Return the shape of a step with four micro-batches per rank of two sequences of 128
+    tokens."""
     return StepShape(
         model=model,
         inputs=PlanInputs(**inputs),
@@ -39,7 +41,7 @@ def shape(model=LLAMA, **inputs):
 
 
 def sent(step, stage=0):
-    """Return bytes by kind."""
+    """Return the bytes sent, by kind."""
     return {each.kind: each.size for each in activation_traffic(step, stage)}
 
 
@@ -76,7 +78,7 @@ FACTORS: dict[str, dict[str, float]] = {
     "context keys and values": {"tensor": 1 / 2, "sequence": 1 / 2, "full": 3 / 2},
     "expert dispatch": {"context": 1 / 2, "tensor": 1, "sequence": 1 / 2, "full": 3 / 2},
 }
-"""The factors by which other settings change the bytes of each kind."""
+"""Factors by which other settings change the bytes of each kind."""
 OWN = {"pipeline": 2, "tensor": 2, "context": 2, "expert": 4}
 CHANGES: dict[str, dict[str, object]] = {
     "context": {"data": 4, "context": 2},
@@ -107,7 +109,8 @@ LAYOUTS: list[dict[str, int]] = [
 
 
 def leaving(group, *, ring):
-    """Return the share of a group's pairs, neighbours in a ring or all, that are on two nodes."""
+    """Return the share of pairs in a group whose ranks are on different nodes. With `ring`, only
+    neighbours in a ring form pairs."""
     pairs = [(a, b) for a in group for b in group if a != b]
     if ring:
         pairs = [*zip(group, [*group[1:], group[0]], strict=True)]
@@ -117,7 +120,8 @@ def leaving(group, *, ring):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_activations_leave_a_node_where_two_ranks_are_on_different_ones(layout):
-    """Count pairs of ranks: neighbours in a ring (also for stages), or all pairs of a group."""
+    """The expected share is counted over pairs of ranks: neighbours in a ring (also for stages), or
+    all pairs in a group."""
     step, kinds = shape(MIXTURE, **layout), set()
     strides = {"context": step.inputs.tensor, "pipeline": step.inputs.stage_ranks}
     for traffic in activation_traffic(step, 0):
@@ -148,8 +152,8 @@ def test_weights_and_gradients_leave_a_node_as_the_replicas_of_their_domain_do(l
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_time_of_attention_is_that_of_its_flops(name):
-    """Without windows, the FLOPs of a token grow with the sequence by those of attention; backward
-    takes twice as many as forward."""
+    """Without windows, only the attention FLOPs of a token grow with the sequence length. The
+    backward pass has twice as many FLOPs as the forward pass."""
     model = replace(MODELS[name], sliding_window=None)
     step = shape(model, data=1, tensor=2)
     share = EXPLICIT_ATTENTION if model.explicit_scores else ATTENTION
@@ -160,7 +164,7 @@ def test_the_time_of_attention_is_that_of_its_flops(name):
 
 
 PRODUCTS = replace(H100, copy_rate=1e30, launch_seconds=1e-30, efficiency=ATTENTION)
-"""A device on which only FLOPs take time, in float32 equally long in all products."""
+"""A device on which only FLOPs take time, and all float32 matmuls have the same efficiency."""
 SHARED: list[dict[str, object]] = [
     {"data": 4, "pipeline": 2, "virtual_pipeline": 2, "context": 2, "expert": 4},
     {"data": 2, "tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 2},
@@ -170,8 +174,9 @@ SHARED: list[dict[str, object]] = [
 @pytest.mark.parametrize("layout", SHARED, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_time_of_computation_is_that_of_its_flops(name, layout):
-    """Backward takes twice as long as forward, and attention 2.5 times. Recomputation repeats the
-    feed-forward blocks without routed experts, all layers, or the head of a chunked loss."""
+    """The backward pass takes twice as long as the forward pass, and 2.5 times as long for
+    attention. Recomputation repeats the feed-forward blocks without routed experts, all layers, or
+    the head of a chunked loss."""
     without = {"sliding_window": None, "attention_softcap": None}  # masked scores are computed too
     model = replace(MODELS[name], layers=4, **without)
 
@@ -203,8 +208,9 @@ def test_the_time_of_computation_is_that_of_its_flops(name, layout):
 
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_virtual_stages_divide_the_bubble(pipeline):
-    """The bubble is (p - 1) / (m v) of the step, as in arXiv:2104.04473, section 2.2: this model's
-    head is small next to its stages, and communication is short next to computation."""
+    """The bubble is (p - 1) / (m v) of the step, as in arXiv:2104.04473, section 2.2, because this
+    model's head is small compared with its stages, and communication is short compared with
+    computation."""
     model = replace(LLAMA, layers=8 * pipeline, hidden=4096, heads=32, kv_heads=32, ffn=16384)
     idle = OptimizerLoad(0.0, 0, {}, {}, 0.0)
     for virtual in (1, 2, 4):

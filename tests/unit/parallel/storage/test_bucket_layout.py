@@ -1,4 +1,5 @@
-"""Bucket layouts contain every element once, cut only where allowed, and locate every unit."""
+"""Bucket layouts contain every element once, split only where this is allowed, and locate every
+unit."""
 
 from math import prod
 
@@ -16,7 +17,7 @@ from parallel.storage.bucket_layout import STEP_ELEMENTS, BucketPlanner, default
 
 @st.composite
 def models(draw):
-    """Draw the units of one tensor rank of a small random Llama."""
+    """Draw the units of a small random Llama on one tensor-parallel rank."""
     tensor_size = draw(st.sampled_from([1, 1, 2, 4]))
     kv_heads = tensor_size * draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -41,7 +42,7 @@ def models(draw):
 
 @st.composite
 def bucket_layouts(draw):
-    """Draw `(units, bucket_layout)` of random models and alignments."""
+    """Draw `(units, bucket_layout)` for random models and alignments."""
     units = draw(models())
     alignment = draw(st.sampled_from([1, 8, 64]))
     bucket_layout = BucketPlanner(ranks=draw(st.integers(1, 9)), alignment=alignment).layout(units)
@@ -59,7 +60,7 @@ def buffers(bucket_layout):
 
 
 def gather(bucket_layout, flat, spans, size):
-    """Return a unit's flattened piece, -1 outside of `spans`."""
+    """Return the flattened piece of a unit, with -1 outside `spans`."""
     piece = torch.full((size,), -1)
     for span in spans:
         part = flat[span.bucket][span.start : span.start + span.length]
@@ -91,7 +92,7 @@ def test_every_element_lies_in_one_place(case):
 
 @given(models(), st.sampled_from([2, 4]), st.sets(st.sampled_from(["q", "k", "v", "gate", "o"])))
 def test_owners_step_buckets_of_pc_layers_alone(units, size, roles):
-    """A parameter with both kinds of units has shards that are stepped."""
+    """If a parameter contains both kinds of units, its bucket is updated from shards."""
     planner = BucketPlanner(parameter_bytes=size, preconditioned=lambda unit: unit.role in roles)
     for bucket in planner.layout(units).buckets:
         names = {slot.parameter for slot in bucket.slots}
@@ -125,9 +126,9 @@ def test_spans_are_the_unit_as_its_view_orders_it(case):
 
 @pytest.mark.parametrize("ranks", [1, 4, 6])
 def test_small_parameters_leave_matrices_aligned(ranks):
-    """Gammas in the graph, one number per unit, must not shift later parameters off 16-byte
-    boundaries: kernels that read eight 16-bit numbers at a time would refuse them or read single
-    numbers."""
+    """The gammas of in-graph PC layers, one number per unit, must not move later parameters off
+    16-byte boundaries. Kernels that read eight 16-bit numbers at a time would reject such
+    parameters or read single numbers."""
     shape = {"hidden": 64, "heads": 3, "kv_heads": 3, "head_dim": 16, "ffn": 96, "vocab_size": 80}
     model = ModelConfig(layers=3, **shape)
     every = ["q", "k", "v", "o", "gate", "up", "down"]
@@ -141,7 +142,7 @@ def test_small_parameters_leave_matrices_aligned(ranks):
 
 
 def sizes(bucket_layout):
-    """Yield every slot with the elements of its bucket's shards."""
+    """Return every slot with the number of elements in a shard of its bucket."""
     return [
         (slot, bucket_layout.shard_numel(bucket.index))
         for bucket in bucket_layout.buckets
