@@ -1,4 +1,4 @@
-"""The accuracy of msign on momenta recorded in training, as in docs/numerics.md."""
+"""The accuracy of msign on momenta recorded during training, as given in docs/numerics.md."""
 
 import json
 from typing import Any
@@ -11,13 +11,13 @@ from spectral import msign, solve_multiplier
 from tests.paths import ROOT
 
 LEAST = 1e-3
-"""Smallest singular value, at Frobenius norm 1, whose gain is compared."""
+"""Smallest singular value, for matrices of Frobenius norm 1, whose gain is compared."""
 ROWS = json.loads((ROOT / "benchmarks/results/msign.json").read_text())["settings"]
 pytestmark = pytest.mark.slow
 
 
 def measured(schedule: str, steps: int, dtype: torch.dtype) -> dict[str, float]:
-    """Return a row of the table: errors against the polar factor by a float64 SVD, gains of
+    """Return a row of the table: errors relative to the polar factor from a float64 SVD, gains of
     singular values, and the largest |<u v^T, direction>| of SSO after one evaluation."""
     stored = load_file(ROOT / "tests/data/momenta.safetensors")
     options: dict[str, Any] = {"schedule": schedule, "steps": steps, "dtype": dtype}

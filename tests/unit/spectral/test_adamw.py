@@ -1,4 +1,5 @@
-"""AdamW by PyTorch's fused step against `torch.optim.AdamW`, and nonfinite gradients."""
+"""AdamW, which uses PyTorch's fused step, compared with `torch.optim.AdamW`; and nonfinite
+gradients."""
 
 from contextlib import nullcontext
 
@@ -18,7 +19,7 @@ def gradient(shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 def test_the_optimizer_sees_gradients_that_are_not_finite(kind, poison, nonfinite) -> None:
-    """Huge gradients, whose sum overflows, count as finite."""
+    """Huge gradients whose sum overflows count as finite."""
     parameters = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
     optimizer = kind(parameters, lr=0.1, nonfinite=nonfinite)  # type: ignore[arg-type]
     for parameter in parameters:
@@ -36,7 +37,7 @@ def test_the_optimizer_sees_gradients_that_are_not_finite(kind, poison, nonfinit
 @pytest.mark.parametrize("sizes", [(3,), (2000,), (3, 2000), (2000, 0, 3, 2000, 3)])
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float16, torch.float32)])
 def test_any_element_of_small_and_large_tensors_is_looked_at(sizes, dtypes) -> None:
-    """Small tensors are joined, also of different dtypes."""
+    """Small tensors are joined, even if their dtypes differ."""
     tensors = [torch.ones(n, dtype=dtypes[i % len(dtypes)]) for i, n in enumerate(sizes)]
     assert surely_finite(tensors)
     for tensor in (tensor for tensor in tensors if tensor.numel()):
@@ -48,7 +49,7 @@ def test_any_element_of_small_and_large_tensors_is_looked_at(sizes, dtypes) -> N
 
 
 def test_a_parameter_may_change_its_group() -> None:
-    """The order of parameters stays the same, which does not identify the groups."""
+    """The order of the parameters stays the same, so it does not reveal the change of groups."""
     first, second, third = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     optimizer = AdamW([{"params": [first], "lr": 0.0}, {"params": [second, third], "lr": 0.1}])
     for moved in (False, True):
@@ -63,8 +64,8 @@ def test_a_parameter_may_change_its_group() -> None:
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 def test_weights_in_16_bits_may_be_cast_to_32(kind: type[SpectralOptimizer]) -> None:
-    """The cast is in place, as by a module, with the state of a run without masters. Counts stay in
-    32 bits, as bfloat16 ends at 256."""
+    """Weights are cast in place, as by a module, with the state of a run without master weights.
+    Counters stay in 32 bits, because bfloat16 counts only up to 256."""
     (parameter,) = mine = [torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))]
     optimizer = kind(mine, lr=0.1, master_weights=False)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
@@ -76,7 +77,7 @@ def test_weights_in_16_bits_may_be_cast_to_32(kind: type[SpectralOptimizer]) -> 
 
 
 def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Return parameters of every shape and memory format in models."""
+    """Return parameters of every kind of shape and memory format that occurs in models."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(4, 5), (), (0,), (3, 0), (7,), (6, 4), (8, 8), (2, 3, 4, 5), (3,)]
     made = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
@@ -88,8 +89,8 @@ def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_the_optimizer_equals_torch_on_any_parameter(nonfinite: str, as_tensor: bool) -> None:
-    """Test scalars, empty tensors, parameters without gradient, and any memory format; gradients do
-    not change."""
+    """Test scalars, empty tensors, parameters without gradients, and any memory format. Gradients
+    do not change."""
     mine, theirs = parameters(torch.float64), parameters(torch.float64)
     rates = [torch.tensor(x, dtype=torch.float64) if as_tensor else x for x in (0.01, 0.1)]
     ours = AdamW(mine, lr=rates[0], weight_decay=rates[1], nonfinite=nonfinite)  # type: ignore[arg-type]
@@ -109,7 +110,7 @@ def test_the_optimizer_equals_torch_on_any_parameter(nonfinite: str, as_tensor: 
 
 
 def test_empty_gradients_of_a_device_are_finite() -> None:
-    """Empty tensors have no norm, so devices do not compute it."""
+    """The norm of empty tensors is not computed on devices, because they have none."""
     empty, full = torch.zeros(0, device="meta"), torch.ones(3, device="meta")
     assert are_finite([empty, full]).device.type == "meta"
     assert are_finite([empty]).device.type == "meta"

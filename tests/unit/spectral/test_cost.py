@@ -1,4 +1,4 @@
-"""The cost of a unit equals the FLOPs that a step of its rule executes."""
+"""The cost of a unit equals the number of FLOPs that a step of its rule executes."""
 
 import math
 
@@ -30,12 +30,12 @@ STEPS = [
 
 
 def cholesky_flops(shape, *rest, **options):
-    """Count a third of a cube per matrix."""
+    """Count n^3 / 3 FLOPs per matrix."""
     return math.prod(shape[:-2]) * shape[-1] ** 3 / 3
 
 
 def triangular_flops(shape, right, *rest, **options):
-    """Count a square of the factor per right-hand side."""
+    """Count n^2 FLOPs per right-hand side."""
     return math.prod(shape[:-2]) * shape[-1] ** 2 * right[-1]
 
 
@@ -52,7 +52,7 @@ FACTORIZATIONS = {
 
 
 def executed(rule, shape):
-    """Return the FLOPs of the matrix products of one step."""
+    """Return the FLOPs of the matmuls that one step executes."""
     weight = torch.randn(1, *shape)
     state = rule.init_state(weight)
     # Fills the caches of later steps.
@@ -63,7 +63,7 @@ def executed(rule, shape):
 
 
 def products(rule, shape):
-    """Return the FLOPs of the matrix products in the cost."""
+    """Return the FLOPs of matmuls in the cost that a rule returns."""
     return rule.cost(shape) - ELEMENTWISE_FLOPS * shape[0] * shape[1]
 
 

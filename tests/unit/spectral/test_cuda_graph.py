@@ -1,4 +1,4 @@
-"""Steps of the one-process optimizers under the conditions of a CUDA graph, without a GPU."""
+"""Steps of single-process optimizers under the constraints of a CUDA graph, without a GPU."""
 
 from unittest.mock import MagicMock
 
@@ -46,7 +46,7 @@ def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(kind
 
 
 def test_a_call_runs_until_it_is_captured_and_is_replayed_later(monkeypatch):
-    """Each call of the graph repeats what ran while it was captured."""
+    """Each replay of the graph repeats what ran during its capture."""
     made: list[str] = []
 
     class Graph:
@@ -90,7 +90,7 @@ CHANGES = {
     "weight_decay": lambda optimizer, p: optimizer.param_groups[0].update(weight_decay=0.2),
     "momentum": lambda optimizer, p: optimizer.param_groups[0].update(momentum=0.8),
 }
-"""What a replayed graph would not see."""
+"""Changes that a replayed graph would not see."""
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -132,7 +132,7 @@ def cast_(optimizer: SpectralOptimizer) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_entry_of_the_state_that_moves_is_an_error(kind):
-    """As after a load; masters are entries too."""
+    """Entries of the state move when a state is loaded. Master weights are entries, too."""
     optimizer = library_optimizer(kind)
     cast_(optimizer)
     step = CapturedStep(optimizer)
@@ -150,7 +150,8 @@ def test_an_entry_of_the_state_that_moves_is_an_error(kind):
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("kind", [Muon, SpectralSphere])
 def test_the_first_step_may_move_the_state(kind, released):
-    """Before it, and after a release, parameters may be cast and state entries may be missing."""
+    """Before the first step, and after a release, parameters may be cast and state entries may be
+    missing."""
     optimizer = library_optimizer(kind)
     step = CapturedStep(optimizer)
     if released:

@@ -1,4 +1,5 @@
-"""Matrices in a parameter: their positions, and a step that equals their separate steps."""
+"""The positions of matrices in a parameter, and a step that equals separate steps of the
+matrices."""
 
 from typing import Any
 
@@ -56,8 +57,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_divided_parameter_equals_its_matrices_apart(name, monkeypatch) -> None:
-    """Compare with plain slices of the weight in float64, under every rule of matrices. The
-    workspace fits one or two matrices."""
+    """Compare with plain slices of the weight in float64, for every matrix rule. The workspace
+    holds one or two matrices."""
     monkeypatch.setitem(WORKSPACE_ELEMENTS, "cpu", 24)
     units, shape, pieces = CASES[name]
     torch.manual_seed(0)
@@ -94,7 +95,7 @@ def test_matrices_are_written_where_they_were_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_shards_hold_parts_of_matrices(name: str) -> None:
-    """A shard's part of a matrix has one position in the shard and one in the matrix."""
+    """The part of a matrix in a shard has a position in the shard and a position in the matrix."""
     units, shape, _ = CASES[name]
     weight = torch.arange(torch.Size(shape).numel()).view(shape)
     for axis in range(len(shape)):

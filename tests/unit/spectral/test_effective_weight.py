@@ -1,4 +1,5 @@
-"""Weight preconditioning against float64 SVD, autograd and the figures of the PC Layer paper."""
+"""Weight preconditioning, compared with float64 SVDs, autograd and the figures in the PC Layer
+paper."""
 
 import math
 from collections.abc import Callable
@@ -19,12 +20,12 @@ CUTOFFS = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
 def precondition(
     w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float, level: Level, **options: Any
 ) -> Tensor:
-    """PC(W)."""
+    """Return PC(W)."""
     return Preconditioner(level=level, **options).effective(w, u, v, gamma)
 
 
 def vjp(grad: Tensor, *arguments: Any, level: Level, **options: Any) -> EffectiveWeightGradient:
-    """Return the gradients with respect to W and gamma; `arguments` are W, u, v and gamma."""
+    """Return the gradients with respect to W and gamma, where `arguments` are W, u, v and gamma."""
     return Preconditioner(level=level, **options).vjp(grad, *arguments)
 
 
@@ -36,14 +37,14 @@ def matrix(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
 
 
 def reference(w: Tensor, level: int | tuple[float, ...]) -> Tensor:
-    """Compute PC(W) by a float64 SVD, for gamma = 1."""
+    """Compute PC(W) with a float64 SVD, for gamma = 1."""
     left, sigma, right = torch.linalg.svd(w.double(), full_matrices=False)
     top = sigma[..., :1]
     return (left * (top * evaluate(sigma / top, level))[..., None, :]) @ right
 
 
 def in_graph(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: Level, recover: bool) -> Tensor:
-    """Compute the definition with differentiable operations, for autograd."""
+    """Compute PC(W) by its definition, with differentiable operations, for autograd."""
     s = torch.einsum("...i,...ij,...j->...", u, w, v)[..., None, None] + 1e-7
     x = w / s
     for coefficients in stages(level):
@@ -55,7 +56,7 @@ def in_graph(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: Level, recov
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Return the largest spectral norm of a - b relative to b."""
+    """Return the largest spectral norm of a - b, relative to the norm of b."""
     if b.numel() == 0:
         return 0.0
     error = torch.linalg.matrix_norm(a.double() - b.double(), 2)
@@ -77,7 +78,7 @@ def test_horner_is_the_map_of_the_singular_values(shape: tuple[int, ...], level:
 @pytest.mark.parametrize("options", [{}, {"norm_recovery": False}, {"spectral_norm": "none"}])
 @pytest.mark.parametrize("level", [*PRESETS, (0.5, 0.25), "over_flattening"])
 def test_the_fast_form_equals_the_reference(level: Level, options: dict[str, Any]) -> None:
-    """Test float64 tall and wide matrices of norm about 1, where every map is defined."""
+    """Test tall and wide float64 matrices with norms of about 1, for which every map is defined."""
     pc = Preconditioner(level=level, **options)
     for shape in [(24, 40), (40, 24), (24, 24)]:
         w, u, v = matrix(*shape)
@@ -168,8 +169,8 @@ def test_the_gradient_without_normalisation() -> None:
 
 
 def test_a_pair_that_has_lost_the_norm_is_found_anew() -> None:
-    """Test a wrong pair, a pair of the wrong sign, zeros and NaN; a right pair stays bit for
-    bit."""
+    """Test a wrong pair, a pair with the wrong sign, zeros and NaN. A correct pair stays the same
+    bit for bit."""
     w, u, v = matrix(5, 12, 8)
     right = u[0].clone(), v[0].clone()
     left, values, rows = torch.linalg.svd(w[1])

@@ -1,6 +1,6 @@
-"""Every option and every state entry of every rule changes results.
+"""Every option and every state entry of every rule affects results.
 
-An unused option, or an entry that a load leaves out, would change no result.
+An unused option, or an entry that is not loaded, would not affect any result.
 """
 
 import copy
@@ -26,7 +26,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("spectral_sphere", "max_evaluations"): {"tolerance": 1e-12},  # never reached by a solve
     ("muon_plus_plus", "tolerance"): {"algorithm": "dual"},
 }
-"""Options that act only together with others."""
+"""Maps options that only have an effect together with other options to these other options."""
 OTHER: dict[str, Any] = {
     "radius": "align_adam_rms",
     "msign_dtype": "bfloat16",
@@ -36,11 +36,11 @@ OTHER: dict[str, Any] = {
     "steps": 3,
     "schedule": "simple",
 }
-"""Values to try for types without an obvious value."""
+"""Values to try for options whose types have no obvious other value."""
 
 
 def stepped(rule: Rule) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return weights, state and reports after some steps."""
+    """Return the weights, the state and the reports after some steps."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(SHAPE, generator=generator) + 1  # rows are correlated
     state, report = rule.init_state(weight), {}
@@ -56,7 +56,7 @@ ELSEWHERE = {
     ("muon_plus_plus", "correlation_rescale"),
     ("muon_plus_plus", "correlation_threshold"),
 }
-"""Options that need special gradients: see test_tangent.py and test_muon_plus_plus.py."""
+"""Options that need special gradients. test_tangent.py and test_muon_plus_plus.py test them."""
 WALK = [
     (name, field.name)
     for name, kind in RULES.items()
@@ -78,7 +78,8 @@ def test_every_option_of_a_rule_changes_its_steps(name: str, option: str) -> Non
 
 
 def optimizer_of(name: str) -> SpectralOptimizer:
-    """Return an optimizer of a wide and a tall matrix, which read u and v respectively."""
+    """Return an optimizer for a wide matrix, whose step reads u, and a tall matrix, whose step
+    reads v."""
     generator = torch.Generator().manual_seed(0)
     weights = [Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 10), (10, 6))]
     options: dict[str, Any] = {"lr": 0.05}
@@ -88,7 +89,8 @@ def optimizer_of(name: str) -> SpectralOptimizer:
 
 
 def trained(optimizer: SpectralOptimizer, first: int) -> list[Tensor]:
-    """Return weights and state after two more steps with gradients that depend on `first`."""
+    """Take two steps with gradients that depend on `first`, and return the weights and the
+    state."""
     generator = torch.Generator().manual_seed(first)
     weights = optimizer.param_groups[0]["params"]
     for _ in range(2):
@@ -100,7 +102,7 @@ def trained(optimizer: SpectralOptimizer, first: int) -> list[Tensor]:
 
 
 UNUSUAL = ("correlation",)
-"""Entries that only an unusual weight needs."""
+"""State entries that only unusual weights need."""
 ENTRIES = [
     (name, entry)
     for name, kind in RULES.items()
@@ -111,7 +113,7 @@ ENTRIES = [
 
 @pytest.mark.parametrize(("name", "entry"), ENTRIES)
 def test_every_entry_of_a_state_that_is_loaded_matters(name: str, entry: str) -> None:
-    """A changed value in the checkpoint changes the continued run."""
+    """If a value in the checkpoint changes, the resumed run changes."""
     optimizer = optimizer_of(name)
     trained(optimizer, 1)
     saved = copy.deepcopy(optimizer.state_dict())

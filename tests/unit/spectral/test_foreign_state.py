@@ -1,4 +1,4 @@
-"""Changes that other programs make to an optimizer: state entries, unusual gradients, groups."""
+"""Changes that other programs make to an optimizer: state entries, unusual gradients and groups."""
 
 import copy
 import io
@@ -34,9 +34,9 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def products(names: str, *values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test with the products of values, dtypes and rules. In `make test` only an
-    elementwise rule and one with state for each matrix meet all others, and other rules the last
-    of them."""
+    """Parametrise a test with all combinations of values, dtypes and rules. `make test` runs all
+    combinations only for an elementwise rule and for a rule with state for each matrix, and the
+    last combination for all other rules."""
     cases = [*product(*values, DTYPES, RULES)]
     fast = [case for case in cases if case[-1] in ("adamw", "spectral_sphere")]
     last = cases[-1][:-1]
@@ -45,7 +45,7 @@ def products(names: str, *values: Iterable[Any]) -> pytest.MarkDecorator:
 
 
 class Note:
-    """An object of another program."""
+    """An object from another program."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Note)
@@ -55,7 +55,7 @@ class Note:
 
 
 def made(rule: str, dtype: torch.dtype = torch.float32, **options: Any) -> SpectralOptimizer:
-    """Return an optimizer of two parameters of different shapes, with gradients."""
+    """Return an optimizer for two parameters of different shapes, with gradients."""
     generator = torch.Generator().manual_seed(0)
     parameters = [
         Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((6, 4), (4, 5))
@@ -66,7 +66,7 @@ def made(rule: str, dtype: torch.dtype = torch.float32, **options: Any) -> Spect
 
 
 def stepped(optimizer: SpectralOptimizer, steps: int = 2) -> list[Tensor]:
-    """Return the parameters after some steps."""
+    """Take `steps` steps, and return the parameters."""
     for _ in range(steps):
         optimizer.step()
     return [p.detach().clone() for p in parameters_of(optimizer)]
@@ -77,7 +77,8 @@ def parameters_of(optimizer: SpectralOptimizer) -> list[Parameter]:
 
 
 def within(parameter: Parameter) -> dict[str, Any]:
-    """Return state entries of many types, the last with the parameter's shape or another dtype."""
+    """Return state entries of many types. The last entries have the parameter's shape or another
+    dtype."""
     return {
         "count": 3,
         "note": "text",
@@ -93,7 +94,7 @@ def within(parameter: Parameter) -> dict[str, Any]:
 
 
 def beside() -> dict[Any, Any]:
-    """Return entries under keys that are not parameters."""
+    """Return state entries whose keys are not parameters."""
     return {
         "ema": {"decay": 0.9},
         "counter": 4,
@@ -109,7 +110,7 @@ def beside() -> dict[Any, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether values are equal, and tensors are equal in dtype and elements."""
+    """Return whether two values are equal. Tensors must have equal dtypes and elements."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -120,7 +121,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def by_value(state: dict[Any, Any], keys: dict[Any, Any]) -> bool:
-    """Return whether a state has these entries; a copied tensor is another key."""
+    """Return whether a state has the given entries, comparing tensor keys by value because a copied
+    tensor is a different key."""
     found = {k: v for k, v in state.items() if not isinstance(k, Tensor)}
     tensors = [(k, v) for k, v in keys.items() if isinstance(k, Tensor)]
     others = [(k, v) for k, v in state.items() if isinstance(k, Tensor) and k.shape == (2,)]
@@ -211,7 +213,7 @@ NUMBERS = [5.0, 5, torch.tensor(5), torch.tensor([5.0]), True, torch.tensor(5.0)
 @pytest.mark.parametrize("how", ["load", "write"])
 @EVERY_DTYPE
 def test_a_counter_may_be_any_number(value: Any, how: str, dtype: torch.dtype) -> None:
-    """As in torch's optimizers, a float of another program's checkpoint is accepted."""
+    """As in torch's optimizers, a float from another program's checkpoint is accepted."""
     reference, optimizer = made("adamw", dtype), made("adamw", dtype)
     for o in (reference, optimizer):
         o.step()
@@ -234,7 +236,7 @@ def test_a_counter_may_be_any_number(value: Any, how: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("masters", [True, False])
 @EVERY_RULE
 def test_a_state_that_was_cast_to_16_bits_is_stepped_as_before(rule: str, masters: bool) -> None:
-    """The values are those of a state that was cast back, and so are the dtypes."""
+    """The values and the dtypes are the same as those of a state that was cast back."""
     optimizer = made(rule, torch.bfloat16, master_weights=masters)
     stepped(optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -254,7 +256,7 @@ def test_a_state_that_was_cast_to_16_bits_is_stepped_as_before(rule: str, master
 
 @EVERY_RULE
 def test_an_entry_that_is_lost_or_reset_begins_again(rule: str) -> None:
-    """Clear the state of one parameter, of all parameters, or one entry."""
+    """Clear the state of one parameter, the state of all parameters, or one entry."""
     fresh = stepped(made(rule), 1)
     for clear in (
         lambda o: o.state.clear(),
@@ -287,7 +289,7 @@ def test_an_own_entry_that_another_has_written_over_is_an_error(rule: str, value
 
 
 def refuses(optimizer: SpectralOptimizer, said: str) -> None:
-    """Check that a step raises before anything changes."""
+    """Check that a step raises an error before anything changes."""
     parameters = parameters_of(optimizer)
     before = [p.detach().clone() for p in parameters]
     state = copy.deepcopy([optimizer.state.get(p) for p in parameters])
@@ -317,7 +319,7 @@ def test_a_parameter_that_is_cut_without_its_state_is_refused(rule, dtype, gradi
 @EVERY_RULE
 @pytest.mark.parametrize("value", ["many", torch.ones(2)], ids=["text", "two numbers"])
 def test_an_entry_of_another_kind_is_refused(rule: str, value: object) -> None:
-    """The error names the entry, in a loaded state and in the state that a step finds."""
+    """The error names the entry, both when a state is loaded and when a step finds it."""
     optimizer = made(rule, torch.float32)
     optimizer.step()
     state = optimizer.state[parameters_of(optimizer)[0]]
@@ -333,7 +335,7 @@ def test_an_entry_of_another_kind_is_refused(rule: str, value: object) -> None:
 
 
 def called_in(call: Callable[[], Any]) -> set[str]:
-    """Return the qualified names of the functions that a call enters."""
+    """Return the qualified names of all functions that a call enters."""
     names = set()
     sys.setprofile(lambda frame, event, _: names.add(frame.f_code.co_qualname))
     try:
@@ -346,7 +348,8 @@ def called_in(call: Callable[[], Any]) -> set[str]:
 @EVERY_DTYPE
 @EVERY_RULE
 def test_an_unchanged_step_checks_nothing_again(rule: str, dtype: torch.dtype) -> None:
-    """Checks would take longer than the step. A change is still detected immediately."""
+    """Checks in every step would take longer than the step. A change is nevertheless detected
+    immediately."""
     checks = {"check_entries", "Member.shapes", "SteppedUnit.of", "check_fields", "follow"}
     optimizer = made(rule, dtype)
     stepped(optimizer)
@@ -360,7 +363,8 @@ def test_an_unchanged_step_checks_nothing_again(rule: str, dtype: torch.dtype) -
 
 @products("change", ["state", "dtype", "list", "entries"])
 def test_a_step_sees_what_others_replace(change: str, rule: str, dtype: torch.dtype) -> None:
-    """Replace each entry, a whole state, the weights, or the list of a group between steps."""
+    """Between steps, replace each entry, a whole state, the weights, or the parameter list of a
+    group."""
     replaced, in_place = made(rule, dtype), made(rule, dtype)
     stepped(replaced), stepped(in_place)
     pairs = [*zip(parameters_of(replaced), parameters_of(in_place), strict=True)]
@@ -382,7 +386,8 @@ def test_a_step_sees_what_others_replace(change: str, rule: str, dtype: torch.dt
 
 @products("steps", [0, 1])
 def test_the_state_follows_a_model_to_another_device(rule, dtype, steps) -> None:
-    """As in `Muon(model.parameters())` before `model.to(device)`; "meta" stands for the device."""
+    """This happens if `Muon(model.parameters())` comes before `model.to(device)`. Device "meta"
+    stands for any device."""
     optimizer = made(rule, dtype, nonfinite="skip")  # which reads no value
     stepped(optimizer, steps)
     for parameter in parameters_of(optimizer):
@@ -410,7 +415,7 @@ def test_a_step_does_not_depend_on_the_default_device(rule: str, nonfinite: str)
 
 @EVERY_RULE
 def test_a_parameter_that_is_cut_with_its_state_goes_on(rule: str) -> None:
-    """Test a cut parameter with its state, and with a cleared state."""
+    """Test a parameter that is cut with its state, and one whose state is cleared."""
     optimizer = made(rule)
     optimizer.step()
     cut = parameters_of(optimizer)[0]
@@ -515,7 +520,7 @@ def test_a_parameter_that_leaves_takes_its_own_entries_alone(dtype: torch.dtype)
 
 @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy])
 def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) -> None:
-    """One parameter is removed, and an optimizer that never had it loads the state."""
+    """A parameter is removed, and an optimizer that never had this parameter loads the state."""
     first, second = (Parameter(torch.ones(4, 4)) for _ in range(2))
     optimizer = Muon([("first", first), ("second", second)], lr=0.1)
     second.grad = torch.ones(4, 4)
@@ -533,7 +538,7 @@ def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) ->
 
 
 def test_numbers_of_numpy_are_saved_as_plain_numbers() -> None:
-    """A schedule computed with NumPy writes its numbers into the groups."""
+    """A schedule computed with NumPy may write NumPy numbers into the groups."""
     optimizer, file = made("muon"), io.BytesIO()
     numbers = {"lr": np.float64(0.25), "momentum": np.float32(0.5), "warmup": np.int64(3)}
     numbers |= {"warm": np.bool_(True), "phase": np.str_("decay")}
@@ -547,7 +552,8 @@ def test_numbers_of_numpy_are_saved_as_plain_numbers() -> None:
 
 
 def test_a_replaced_parameter_is_freed() -> None:
-    """accelerate's prepare puts sharded parameters in the place of those of the whole model."""
+    """`prepare` in accelerate replaces the parameters of the whole model with sharded
+    parameters."""
     optimizer = Muon([("first", Parameter(torch.ones(4, 4)))], lr=0.1)
     optimizer.step()
     [parameters] = [group["params"] for group in optimizer.param_groups]
@@ -588,8 +594,8 @@ def test_a_state_that_is_not_finite_is_not_loaded(rule: str, bad: float) -> None
 
 
 def test_hooks_of_a_load_see_and_change_what_is_loaded() -> None:
-    """A pre-hook may replace the state, for instance its names; a post-hook receives all of the
-    state."""
+    """A pre-hook may replace the state, for example to rename entries. A post-hook receives the
+    complete state."""
     optimizer, other = made("spectral_sphere"), made("spectral_sphere")
     optimizer.step()
     saved = optimizer.state_dict()
@@ -614,7 +620,7 @@ def test_hooks_of_a_load_see_and_change_what_is_loaded() -> None:
 
 @EVERY_RULE
 def test_a_group_without_names_says_what_to_call(rule: str) -> None:
-    """Lightning's BaseFinetuning adds such a group; the remedy in the message works."""
+    """Lightning's BaseFinetuning adds such a group. The remedy given in the message works."""
     model, head = nn.Linear(4, 6), nn.Linear(6, 4)
     optimizer = SpectralOptimizer(split_parameters(model), rule=rule)
     said = "must name its parameters .* call optimizer.add_param_group for each group of split_para"
@@ -633,7 +639,7 @@ def test_a_group_without_names_says_what_to_call(rule: str) -> None:
 
 @EVERY_RULE
 def test_a_rate_may_be_a_tensor_of_one_element(rule: str) -> None:
-    """The optimizer keeps the given tensor, so later writes to it take effect."""
+    """The optimizer keeps the tensor itself, so later writes to it take effect."""
     rate, plain, optimizer = torch.tensor([1e-2]), made(rule), made(rule)
     optimizer = SpectralOptimizer(parameters_of(optimizer), rule=rule, lr=rate)
     plain = SpectralOptimizer(parameters_of(plain), rule=rule, lr=torch.tensor(1e-2))
@@ -661,7 +667,7 @@ def test_a_parameter_without_elements_is_stepped_by_an_elementwise_rule() -> Non
 
 @pytest.mark.parametrize(("empty", "steps"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_parameters_replaced_by_assignment_are_named(empty: int, steps: int) -> None:
-    """Also after steps without any gradient."""
+    """This also holds after steps without any gradients."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = Muon(split_parameters(model, example=torch.ones(3, 4)))
     for _ in range(empty):

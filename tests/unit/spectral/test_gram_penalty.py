@@ -1,4 +1,4 @@
-"""The off-diagonal Gram penalty against its definition and autograd."""
+"""The off-diagonal Gram penalty, compared with its definition and autograd."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The precision of products inside and outside the optimizer, under any process settings."""
+"""The precision of matmuls inside and outside the optimizer, for any settings of the process."""
 
 from collections.abc import Callable, Iterator
 from threading import Barrier, Event, Thread
@@ -35,7 +35,7 @@ def _as_before() -> Iterator[None]:
 
 
 def state() -> list[Any]:
-    """Return all precision settings, or a marker where PyTorch refuses."""
+    """Return all precision settings, with a marker for a setting that PyTorch refuses to return."""
     found = [place.fp32_precision for place in MATMUL]
     found += [getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS]
     try:
@@ -45,7 +45,7 @@ def state() -> list[Any]:
 
 
 class Precisions(TorchDispatchMode):
-    """Record for every float32 product within a context whether it is IEEE."""
+    """Records, for every float32 matmul within a context, whether it uses IEEE float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_a_step_of_the_library_asks_for_ieee_and_the_forward_pass_for_what_was_s
 
 @pytest.mark.parametrize("way", WAYS)
 def test_threads_that_overlap_leave_the_process_as_it_was(way: str) -> None:
-    """The thread that enters first leaves first."""
+    """The thread that enters first also leaves first."""
     WAYS[way]()
     before, barrier, left, inside = state(), Barrier(2, timeout=60), Event(), list[bool]()
 

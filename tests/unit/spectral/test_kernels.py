@@ -1,4 +1,5 @@
-"""Kernels in Triton's interpreter, compiled for a GPU without one, and chosen by the table."""
+"""Kernels run in Triton's interpreter, are compiled for a GPU on a machine without GPUs, and are
+selected by the table."""
 
 import json
 import sys
@@ -20,7 +21,7 @@ def test_kernels_equal_their_references_in_the_interpreter() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
-    """The kernels fit into shared memory, and use tensor cores except for IEEE products."""
+    """All kernels fit into shared memory, and all but the IEEE matmuls use tensor cores."""
     pytest.importorskip("triton")
     from tests.kernels import resources
 
@@ -94,7 +95,8 @@ from spectral.kernels import symmetric
 
 
 def test_on_cpu_nothing_of_triton_is_imported(root: Path) -> None:
-    """A step works without triton; only the last line, which calls a kernel, fails."""
+    """A step works without triton. Only the last line of the script, which calls a kernel,
+    fails."""
     said = output_of(sys.executable, "-c", WITHOUT_TRITON, folder=root, code=1)
     assert said.startswith("['spectral.kernels.library', 'spectral.kernels.dispatch']\n"), said
     assert "import of triton halted" in said

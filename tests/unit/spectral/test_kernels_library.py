@@ -1,4 +1,4 @@
-"""Symmetric products by the library: large ones of a CPU are computed by blocks of rows."""
+"""Symmetric matmuls in the library. On a CPU, large ones are computed in blocks of rows."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,12 @@ from tests.step_trace import Operations
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WIDE = (torch.float32, torch.float64)
 LARGE = 513
-"""Number of rows that wide dtypes compute in blocks, and that is not a multiple of a block."""
+"""Number of rows that is large enough for wide dtypes to use blocks, and is not a multiple of the
+block size."""
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw matrices of spectral norm about 1."""
+    """Draw matrices with spectral norms of about 1."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return x.div_(shape[-2] ** 0.5 + shape[-1] ** 0.5).to(dtype)
@@ -39,20 +40,21 @@ PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def assert_right(result: Tensor, exact: Tensor) -> None:
-    """Check errors: entries are at most 3, with three successive roundings to the dtype, and
-    float32 sums of `n` terms err by about sqrt(n) roundings."""
+    """Check the errors. Entries are at most 3 and are rounded to the dtype three times, and float32
+    sums of `n` terms have errors of about sqrt(n) roundings."""
     bound = (12 + result.shape[-1] ** 0.5) * torch.finfo(result.dtype).eps
     torch.testing.assert_close(result.double(), exact, rtol=0, atol=bound)
 
 
 def by_blocks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Compute products with at least `rows` rows by blocks, in all dtypes."""
+    """Compute matmuls with at least `rows` rows in blocks, for all dtypes."""
     monkeypatch.setattr(library, "LEAST_ROWS", dict.fromkeys(FLOATS, rows))
 
 
 @pytest.mark.parametrize("slow", [torch.bfloat16, torch.float16])
 def test_products_through_float32_are_rounded_once(slow, monkeypatch) -> None:
-    """The test is valid on any CPU, as float64 represents every sum of 16-bit products."""
+    """The test is valid on any CPU, because float64 represents every sum of 16-bit products
+    exactly."""
     monkeypatch.setattr(library, "SLOW_ON_CPU", {slow})
     for dtype in (torch.bfloat16, torch.float16):
         a, b = drawn(3, 33, 40, dtype=dtype), drawn(3, 40, 33, dtype=dtype)
@@ -92,7 +94,7 @@ def test_large_products_are_right_and_exactly_symmetric(name: str, dtype: torch.
 @pytest.mark.parametrize("n", [1, 5, 41, 150])
 @pytest.mark.parametrize("name", ["gram", *PRODUCTS])
 def test_blocks_agree_with_the_whole(name, n, batch, monkeypatch) -> None:
-    """In float64 only the order of sums may differ."""
+    """In float64, only the order of sums may differ."""
     call = PRODUCTS.get(name, kernels.gram)
     x = symmetric(batch, n, n, dtype=torch.float64)
     by_blocks(monkeypatch, n + 1)
@@ -105,7 +107,8 @@ def test_blocks_agree_with_the_whole(name, n, batch, monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", ["gram", *PRODUCTS])
 def test_nan_and_infinity_come_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix with NaN or infinity in one row and column gives them as the whole product does."""
+    """For a matrix with NaN or infinity in one row and column, blocks give the same NaN and
+    infinities as the whole matmul."""
     call = PRODUCTS.get(name, kernels.gram)
     for bad in (float("nan"), float("inf")):
         x = symmetric(3, 20, 20)

@@ -1,7 +1,7 @@
-"""Results of `split_parameters` without an example, by kinds of weights.
+"""Results of `split_parameters` without an example, for each kind of weight.
 
-Every result is compared with plain slices of the weight: a step on the weight equals the steps of
-the slices, each of which is a parameter of a separate optimizer.
+Every result is compared with plain slices of the weight: a step of the weight equals the steps of
+the slices, each of which is a parameter of its own optimizer.
 """
 
 import copy
@@ -27,14 +27,14 @@ Pieces = Callable[[Tensor], list[Tensor]]
 
 
 def grouped_linear(inputs: int, outputs: int, groups: int) -> nn.Module:
-    """A layer that applies a part of its weight to each group of inputs."""
+    """A layer that applies one part of its weight to each group of inputs."""
     layer = type("GroupedLinear", (nn.Linear,), {})(inputs, outputs, bias=False)
     layer.n_groups = groups
     return layer
 
 
 def named(names: str = "q_proj k_proj v_proj o_proj", make: Any = linear, **says: Any) -> nn.Module:
-    """Attention of layers of some names, whose module has the attributes `says`."""
+    """An attention module with layers of the given names and with the attributes `says`."""
     return module("Attention:", **{name: make(8, 8) for name in names.split()}, **says)
 
 
@@ -43,7 +43,7 @@ def experts(layers: str, **members: Any) -> nn.Module:
 
 
 def rows(*sizes: int) -> Pieces:
-    """Slices of equal or different numbers of rows."""
+    """Return a function that slices a weight into pieces with the given numbers of rows."""
     return lambda w: [*w.flatten(1).split(sizes[0] if len(sizes) == 1 else sizes)]
 
 
@@ -52,7 +52,7 @@ def whole(weight: Tensor) -> list[Tensor]:
 
 
 def adapter(inputs: int, outputs: int) -> nn.Module:
-    """An adapter of a frozen layer, as peft and torchtune build it."""
+    """An adapter on a frozen layer, as built by peft and torchtune."""
     return module(
         "Linear:",
         base_layer=linear(inputs, outputs).requires_grad_(False),
@@ -72,7 +72,7 @@ def hooked(hook: Any) -> nn.Module:
 
 
 def weight_norm(layer: nn.Module) -> nn.Module:
-    """The hook of torch.nn.utils, which is deprecated and in use."""
+    """Apply the weight norm hook of torch.nn.utils, which is deprecated but still used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return nn.utils.weight_norm(layer)
@@ -229,13 +229,13 @@ CASES: dict[str, tuple[nn.Module, str, Pieces]] = {
 
 
 def by_name(model: nn.Module, **options: Any) -> dict[str, Any]:
-    """Return the rows of a split by the names of the parameters, without ".weight"."""
+    """Return the rows of a split, keyed by parameter name without ".weight"."""
     rows = split_parameters(model, **options).rows
     return {row.name.removesuffix(".weight"): row for row in rows}
 
 
 def rules(model: nn.Module, **options: Any) -> dict[str, str]:
-    """Return the rule of each weight of two dimensions or more."""
+    """Return the rule of each weight with at least two dimensions."""
     return {n: row.rule for n, row in by_name(model, **options).items() if len(row.shape) > 1}
 
 
@@ -259,7 +259,7 @@ def test_a_step_equals_the_steps_of_the_pieces(name: str) -> None:
 
 
 def named_head(getter: str = "get_classifier", head: nn.Module | None = None) -> nn.Module:
-    """A model that names its head by a method, inside another model."""
+    """A model inside another model, with a method that returns its head."""
     model: Any = type("Named", (nn.Module,), {getter: lambda self: self.out})()
     model.out = head or linear(6, 9)
     return module(backbone=model, neck=linear(6, 6))
@@ -319,7 +319,7 @@ def test_inner_layers_of_a_named_head_are_matrices() -> None:
 
 
 def parts(forward: Any) -> nn.Module:
-    """Two convolutions, each of half of the channels, as in SKNet and ShuffleNet."""
+    """Two convolutions, each on half of the channels, as in SKNet and ShuffleNet."""
     return module("Parts:", forward, a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 3, padding=1))
 
 
@@ -337,7 +337,8 @@ def both(m: Any, x: Tensor) -> list[Tensor]:
 
 
 def wrapped(inner: nn.Module) -> nn.Module:
-    """Return a module whose forward pass is another function, as with hooks of accelerate."""
+    """Replace the forward method of a module with another function, as the hooks of accelerate
+    do."""
     forward = inner.forward
     inner.forward = functools.wraps(forward)(lambda *arguments: forward(*arguments))
     return inner
@@ -348,7 +349,7 @@ def first_half(x: Tensor) -> Tensor:
 
 
 def ghost(forward: Any) -> nn.Module:
-    """A layer of half of the channels, as in GhostNet."""
+    """A layer on half of the channels, as in GhostNet."""
     return module("Ghost:", forward, b=nn.Conv2d(4, 8, 1))
 
 
@@ -391,13 +392,13 @@ def pooled(m: Any, x: Tensor) -> Tensor:
 
 
 def hypermixed(m: Any, x: Tensor) -> Tensor:
-    """Mix tokens in each head of the inputs by generated weights."""
+    """Mix tokens in each head of the inputs with generated weights."""
     tokens = x.mT.reshape(2 * len(x), 4, -1)
     return (tokens @ m.make(x).reshape(2 * len(x), -1, 4) @ tokens).reshape(x.shape)
 
 
 def mixing(layers: str, forward: Any, **members: Any) -> nn.Module:
-    """A module that divides the outputs of a layer, `enter.layers.0`, into heads."""
+    """A model in which module `mix` divides the outputs of layer `enter.layers.0` into heads."""
     return module(enter=MLP(8, 8), mix=module(layers, forward, **members), out=linear(8, 3))
 
 
@@ -673,7 +674,7 @@ def test_a_list_may_have_places_without_a_module() -> None:
 
 
 def branch(forward: Any, inner: int = 8, **says: Any) -> nn.Module:
-    """A layer whose outputs, as many as the model is wide, are halves or heads."""
+    """A layer with as many outputs as the model width, which are divided into halves or heads."""
     return module(f"Branch: wide 8 8, out {inner} 8", forward, **says)
 
 
@@ -719,7 +720,7 @@ GATED = Gated()
 
 
 class Next(nn.Module):
-    """A layer that divides its inputs."""
+    """A module that divides its inputs."""
 
     cut = staticmethod(gated)
 
@@ -732,7 +733,7 @@ class Next(nn.Module):
 
 
 class Function(torch.autograd.Function):
-    """A function with a gradient of its own."""
+    """A function with its own gradient."""
 
     @staticmethod
     def forward(context: Any, y: Tensor) -> Tensor:
@@ -760,7 +761,7 @@ def part(y: Tensor) -> Tensor:
 
 @triton.jit
 def kernel(y: Any) -> None:
-    """Read no code of this kernel."""
+    """A Triton kernel, whose code must not be read."""
 
 
 tuned = triton.autotune(configs=[triton.Config({})], key=[])(kernel)
@@ -778,7 +779,7 @@ def not_imported(m: Any, x: Tensor) -> Tensor:
 
 
 def inherited() -> nn.Module:
-    """Return a module whose class calls the forward pass of its base."""
+    """Return a module whose class calls the forward method of its base class."""
     base = type(branch(called(gated)))
     layer = branch(lambda m, x: super(type(layer), m).forward(x))
     layer.__class__ = type("Branch", (type(layer), base), {})
@@ -786,7 +787,7 @@ def inherited() -> nn.Module:
 
 
 def followed(*cuts: nn.Module) -> nn.Module:
-    """A layer before modules that divide its outputs."""
+    """A layer followed by modules that divide its outputs."""
     return nn.Sequential(OrderedDict(wide=linear(8, 8), **{f"c{i}": c for i, c in enumerate(cuts)}))
 
 
@@ -960,7 +961,7 @@ def forecast(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("order", [("enter", "blocks", "out"), ("blocks", "out", "enter")])
 def test_layers_that_run_before_a_head_do_not_use_its_outputs(order: tuple[str, ...]) -> None:
-    """A model may predict as many numbers as it reads, for one of several tasks."""
+    """A model may predict as many numbers as it reads, in one of several tasks."""
     members = {"enter": linear(5, 8), "blocks": blocks(1), "out": linear(8, 5)}
     for forward in (tasks, lambda m, x: m.out(m.blocks[0](m.enter(x)))):
         model = module("Forecaster:", forward, **{name: members[name] for name in order})
@@ -978,7 +979,7 @@ def test_a_linear_layer_named_like_a_norm_uses_outputs() -> None:
 
 
 def test_a_layer_in_a_head_with_a_weight_is_a_matrix() -> None:
-    """The head multiplies by a tied embedding after a dense layer, as in ESM."""
+    """The head consists of a dense layer followed by a tied embedding, as in ESM."""
     embedding = nn.Embedding(30, 8)
     head = module("Head: dense 8 8", norm=nn.LayerNorm(8), weight=embedding.weight)
     found = rules(module(embedding=embedding, blocks=blocks(1), lm_head=head))
@@ -1000,7 +1001,7 @@ def test_a_query_of_a_separable_convolution_is_divided_by_heads() -> None:
 
 
 def test_a_layer_that_is_called_a_head_and_has_a_later_one_is_no_head() -> None:
-    """Examples are `conv_head` of MobileNet, and the hidden layer of a BERT-like head."""
+    """Examples are `conv_head` in MobileNet, and the hidden layer of a head as in BERT."""
     found = rules(trunk(conv_head=nn.Conv2d(8, 20, 1), classifier=linear(20, 5)))
     assert (found["conv_head"], found["classifier"]) == ("spectral", "adamw")
     inner = module("dense 8 8", norm=nn.LayerNorm(8))
@@ -1015,7 +1016,7 @@ def coupled(m: Any, x: Tensor) -> Any:
 
 
 def test_halves_of_the_size_of_the_next_layer_are_refused() -> None:
-    """A flow has as many scales and shifts as the next layer has inputs."""
+    """In a flow, the number of scales and shifts equals the number of inputs of the next layer."""
     flow = module("Flow: first 4 8, both 8 8, out 8 8", coupled)
     model = nn.Sequential(flow, copy.deepcopy(flow), linear(8, 4))
     units: Any = {"*.first.weight": {}}
@@ -1031,7 +1032,7 @@ def test_the_only_linear_layer_after_another_module_is_a_head(body: nn.Module) -
 
 
 def test_one_output_a_head_is_a_gate() -> None:
-    """An example is a gated delta network; other layers of this size may be position biases, as in
+    """A gated delta network is an example. Other layers of this size may be position biases, as in
     Swin v2."""
     attention = module("Attention: gate 8 4", num_v_heads=4)
     assert rules(trunk({"attention": attention}))["blocks.0.attention.gate"] == "spectral"

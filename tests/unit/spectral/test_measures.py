@@ -1,4 +1,4 @@
-"""The measures against float64 SVD, closed forms and sampled models."""
+"""The measures, compared with float64 SVDs, closed forms and sampled models."""
 
 import math
 
@@ -62,7 +62,7 @@ SPECTRA = {
 
 @pytest.mark.parametrize("name", SPECTRA)
 def test_figures_by_products_are_those_of_a_decomposition(name: str) -> None:
-    """Figures agree to the errors in their docstrings."""
+    """The figures agree up to the errors given in their docstrings."""
     w = torch.stack([SPECTRA[name](), 1e-9 * SPECTRA[name]()])
     values = torch.linalg.svdvals(w)
     close = 1e-3 if name == "close" else 1e-6
@@ -92,7 +92,7 @@ def test_global_condition_number_is_a_geometric_mean_of_the_usable() -> None:
 
 
 def noise(gradients: Tensor) -> measures.Noise:
-    """Return signal and noise of `gradients` `[..., M, rows, cols]`."""
+    """Return the signal and the noise in `gradients` `[..., M, rows, cols]`."""
     flat = gradients.flatten(-2)
     return measures.noise_of(flat @ flat.mT)
 

@@ -1,4 +1,4 @@
-"""A step's scratch memory is a few matrices for any number of units."""
+"""The temporary memory of a step is a few matrices, whatever the number of units."""
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ def peaks_of_large_units() -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, float]:
-    """Run `peaks_of_large_units` in a separate process: after certain other tests the same steps
-    take up to 1.5 units more."""
+    """Results of `peaks_of_large_units`, which runs in a separate process, because the same steps
+    take up to 1.5 units more memory after certain other tests."""
     (found,) = run_on_ranks(1, __name__, "peaks_of_large_units", {})
     return found
 

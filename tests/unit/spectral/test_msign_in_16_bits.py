@@ -1,4 +1,4 @@
-"""msign in 16 bits stays bounded for any input, by its form, margins and restarts."""
+"""16-bit msign stays bounded for any input, because of its form, margins and restarts."""
 
 import pytest
 import torch
@@ -10,18 +10,19 @@ from spectral.polar import SCHEDULES, coefficients, largest_value, msign
 DTYPES = [torch.bfloat16, torch.float16]
 STEPS = 8
 ROOM = 1.1
-"""Margin above the largest value of the polynomials on [0, 1]; unstable forms end in 1e3 or NaN."""
+"""Margin above the largest value of the polynomials on [0, 1]. Unstable forms reach 1e3 or NaN."""
 SHAPES = [(24, 48), (32, 32), (32, 1024), (40, 64), (64, 128), (128, 128), (128, 352)]
 
 
 def largest(x: Tensor) -> float:
-    """Return the largest singular value in `x` `[batch, rows, cols]`, or NaN if one is not
+    """Return the largest singular value in `x` `[batch, rows, cols]`, or NaN if any value is not
     finite."""
     return float(torch.linalg.matrix_norm(x.double(), 2).max())
 
 
 def gradient_like(shape: tuple[int, int], count: int, generator: torch.Generator) -> Tensor:
-    """Return matrices `[count, rows, cols]` `dY^T X` of 16 to 512 tokens with outliers."""
+    """Return matrices `dY^T X` `[count, rows, cols]`, computed from 16 to 512 tokens with
+    outliers."""
     (rows, cols), drawn = shape, []
     for i in range(count):
         tokens = (16, 64, 256, 512)[i % 4]

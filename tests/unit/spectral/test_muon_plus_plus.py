@@ -1,4 +1,4 @@
-"""Muon++: the direction, the gap condition, its counterexample, and the long run."""
+"""Muon++: the direction, the gap condition and its counterexample, and a long run."""
 
 import math
 
@@ -15,8 +15,8 @@ ALGORITHMS = ["project", "project_rescale", "dual"]
 
 
 def weight_with_gap(rows: int, cols: int, gap: float, batch: int = 1, seed: int = 0) -> Tensor:
-    """Return float64 matrices of norm sqrt(rows / cols) whose second singular value is (1 - gap) of
-    the first."""
+    """Return float64 matrices with norm sqrt(rows / cols) whose second singular value is (1 - gap)
+    times the first."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(batch, rows, cols, generator=generator, dtype=torch.float64)
     left, sigma, right = torch.linalg.svd(w, full_matrices=False)
@@ -26,7 +26,7 @@ def weight_with_gap(rows: int, cols: int, gap: float, batch: int = 1, seed: int 
 
 
 def norms(w: Tensor) -> Tensor:
-    """Return ||W||_2 over the radius of spectral muP, by a float64 SVD."""
+    """Return ||W||_2 divided by the radius of spectral muP, from a float64 SVD."""
     values: Tensor = torch.linalg.matrix_norm(w.double(), 2)
     return values / math.sqrt(w.shape[-2] / w.shape[-1])
 

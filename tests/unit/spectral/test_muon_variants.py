@@ -1,4 +1,4 @@
-"""AdaMuon, NorMuon and cautious weight decay against numbers of the published code."""
+"""AdaMuon, NorMuon and cautious weight decay, compared with numbers from the published code."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_two_steps_give_the_numbers_of_the_published_code(name: str) -> None:
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
 def test_an_entry_that_the_update_keeps_is_decayed(lr: float | Tensor) -> None:
-    """test_references compares steps with entries of either sign."""
+    """test_references.py compares steps with entries of both signs."""
     weight = torch.ones(3)
     decay_(weight, lr, 0.5, None, torch.tensor([1.0, 0.0, -1.0]))
     assert weight.tolist() == pytest.approx([0.95, 0.95, 1])

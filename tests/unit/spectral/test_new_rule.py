@@ -1,4 +1,4 @@
-"""The rule of CONTRIBUTING in a separate package, unknown to the checkout."""
+"""The example rule in CONTRIBUTING, in a separate package that the checkout does not know."""
 
 import os
 import re
@@ -61,7 +61,7 @@ if sharded:
 
 
 def rule_of_the_page(root: Path) -> str:
-    """Return the example of CONTRIBUTING."""
+    """Return the code of the example in CONTRIBUTING."""
     (example,) = re.findall(
         r"```python\n(.*?)```", (root / "CONTRIBUTING.md").read_text(), re.DOTALL
     )
@@ -71,7 +71,7 @@ def rule_of_the_page(root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def package(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the rule and the files of an installed package."""
+    """A folder with the rule and the metadata of an installed package."""
     folder = tmp_path_factory.mktemp("package")
     (folder / "normalized.py").write_text(rule_of_the_page(root))
     facts = folder / "normalized-1.0.dist-info"
@@ -83,7 +83,7 @@ def package(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(root: Path, package: Path, *arguments: str, code: int = 0) -> str:
-    """Return the output of Python in the checkout with the package installed."""
+    """Run Python in the checkout with the package installed, and return the output."""
     variables = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{root}"}
     return output_of(sys.executable, *arguments, folder=root, variables=variables, code=code)
 
@@ -110,7 +110,7 @@ def test_a_config_uses_and_plans_it(root: Path, package: Path) -> None:
 
 
 def test_ranks_train_by_it(root: Path, package: Path, folder: str, tmp_path: Path) -> None:
-    """Test a config with tensor and data parallelism, and the library on shards of FSDP2."""
+    """Test a config with tensor and data parallelism, and the library with FSDP2."""
     tiny_config(folder, "muon")
     losses = []
     for ranks, layout in ((1, ()), (4, ("parallel.tensor=2",))):

@@ -1,4 +1,4 @@
-"""The optimizer classes against torch's own, and the contract of an optimizer."""
+"""The optimizer classes, compared with torch's optimizers, and the contract of an optimizer."""
 
 import copy
 import math
@@ -57,9 +57,9 @@ def weights(net: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
 def test_muon_equals_torch(nesterov: bool, shape: tuple[int, int]) -> None:
-    """Coefficients, steps, dtype and scale are the same. torch divides by the norm in bfloat16,
-    this library in float32: entries differ by bfloat16 rounding, 2^-8 of their size, over five
-    steps."""
+    """The coefficients, steps, dtype and scale are the same. torch divides by the norm in bfloat16,
+    but this library in float32. Over five steps, entries therefore differ by bfloat16 rounding,
+    2^-8 of their size."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=generator)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -85,7 +85,8 @@ def test_muon_equals_torch(nesterov: bool, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("kind", ["numbers", "tensors", "both"])
 @pytest.mark.parametrize("name", RULES)
 def test_groups_that_differ_in_their_rate_are_stepped_each_with_its_own(name, kind) -> None:
-    """Compare rates by layer, changed by a scheduler, with one optimizer per layer."""
+    """Compare learning rates that differ by layer and are changed by a scheduler with one optimizer
+    per layer."""
     shape, count = (6, 10), 3
     start = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
     grads = [[torch.randn_like(x) for x in start] for _ in range(2)]
@@ -281,8 +282,8 @@ def test_a_group_that_is_refused_is_not_added() -> None:
 
 @pytest.mark.parametrize("rule", ["muon", "muon_plus_plus", "adamw"])
 def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
-    """bfloat16 parameters equal the rounded weights of the same float32 steps, under rules that
-    read weights and rules that do not; a checkpoint contains the masters."""
+    """bfloat16 parameters equal the rounded weights after the same float32 steps, for rules that
+    read weights and rules that do not. Checkpoints contain the master weights."""
     start = [
         torch.randn(6, 8).bfloat16(),
         torch.randn(6, 8).bfloat16(),
@@ -322,7 +323,8 @@ def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 @pytest.mark.parametrize("how", ["load", "data", "cast", "merge", "state"])
 def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
-    """A step of rate 0 changes nothing; masters of unwritten elements keep all their bits."""
+    """A step with learning rate 0 changes nothing. Master weights of elements that were not written
+    keep all bits."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 6, bias=False))
     if how == "merge":
@@ -363,7 +365,7 @@ def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
     [("float32", "float64", 2e-6), ("float64", "float32", 2e-6), ("float32", "bfloat16", 0.1)],
 )
 def test_the_state_follows_weights_that_are_cast(name, before, after, atol) -> None:
-    """Weights are cast between steps to the other dtype, which the reference always has."""
+    """Between steps, weights are cast to the dtype that the reference has from the start."""
     start, grads = torch.randn(8, 6), torch.randn(3, 8, 6)
     cast, reference = (nn.Parameter(start.to(getattr(torch, x))) for x in (before, after))
     own = fields_of(name, exact=True)
@@ -383,7 +385,7 @@ def test_the_state_follows_weights_that_are_cast(name, before, after, atol) -> N
 
 @pytest.mark.parametrize("rule", ["adamw", "spectral_sphere"])
 def test_a_compiled_step_is_the_plain_one(rule: str) -> None:
-    """The step is excluded from compilation, which fails for SSO and the fused step."""
+    """The step is not compiled, because compilation fails for SSO and the fused step."""
     plain, compiled = (nn.Parameter(torch.eye(4, 6)) for _ in range(2))
     optimizers = [SpectralOptimizer([p], rule=rule) for p in (plain, compiled)]
     steps = optimizers[0].step, torch.compile(optimizers[1].step, backend="aot_eager")

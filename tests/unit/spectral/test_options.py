@@ -1,4 +1,5 @@
-"""Arguments of the classes: signatures, aliases, defaults by dtype, foreign keys."""
+"""Arguments of the classes: signatures, aliases, defaults that depend on the dtype, and keys of
+other libraries."""
 
 import copy
 import inspect
@@ -35,7 +36,8 @@ def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_signature_and_docstring_have_every_field_of_the_rule(kind: type) -> None:
-    """The explicit signatures and docstrings for `help` and type checkers match the rule."""
+    """The signatures and docstrings, which are written out for `help` and type checkers, match the
+    rule."""
     rule = RULES[kind.default_rule]  # type: ignore[attr-defined]
     parameters = inspect.signature(kind).parameters
     text = " ".join((inspect.getdoc(kind) or "").split())
@@ -72,7 +74,7 @@ def test_float64_weights_keep_the_defaults_of_the_rule(kind: type) -> None:
 
 @pytest.mark.parametrize("key", ["use_muon", "algorithm"])
 def test_a_group_of_another_library_is_refused(key: str) -> None:
-    """If it were accepted, Muon would step it at AdamW's rate."""
+    """If the group were accepted, Muon would step it with the learning rate for AdamW."""
     group = {"params": [weight(2, 2)], key: False}
     with pytest.raises(TypeError, match=f"'{key}' does not select a rule here; set rule="):
         Muon([group])
@@ -244,7 +246,7 @@ def test_a_state_of_momenta_alone_is_enough() -> None:
 @pytest.mark.parametrize("kind", [Muon, MuonSphere, SpectralSphere, AdamW])
 @pytest.mark.parametrize("master_weights", [True, False])
 def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weights: bool) -> None:
-    """Like megatron-core's mixed-precision optimizer, with the existing state."""
+    """megatron-core's mixed-precision optimizer does this, with the existing state."""
     narrow = weight(8, 12, dtype=torch.bfloat16)
     optimizer = kind([narrow], master_weights=master_weights)  # type: ignore[call-arg]
     wide = Parameter(narrow.detach().float())
@@ -268,7 +270,7 @@ def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weight
     ],
 )
 def test_schedulers_cycle_the_momentum_of_all_groups(kind: Callable[..., LRScheduler]) -> None:
-    """AdamW steps as torch's, with the beta from a scheduler or a loop."""
+    """AdamW steps like torch's AdamW, with a beta set by a scheduler or a loop."""
     ours, theirs, options = weight(8), weight(8), {"betas": (0.8, 0.9), "weight_decay": 0.1}
     both = AdamW([ours], **options), torch.optim.AdamW([theirs], **options)  # type: ignore[arg-type]
     schedules = [kind(optimizer) for optimizer in both]

@@ -1,4 +1,4 @@
-"""The matrices that `split_parameters` finds in single layers, and its refusals."""
+"""The matrices that `split_parameters` finds in single layers, and the errors that it raises."""
 
 import warnings
 from collections import UserList
@@ -34,8 +34,8 @@ def test_an_unknown_fused_weight_is_refused(name: str) -> None:
     ("outputs", "back", "fused"), [(16, 8, True), (24, 8, True), (8, 8, False)]
 )
 def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: bool) -> None:
-    """The name does not matter: the gated layer `Wi` of ModernBERT is fused, the plain layer of T5
-    is not."""
+    """The name does not matter: the gated layer `Wi` in ModernBERT is fused, while the plain layer
+    `wi` in T5 is not."""
     back_layer = nn.Sequential(nn.Linear(back, 6), nn.Dropout())
     block = nn.ModuleDict({"wi": nn.Linear(6, outputs), "wo": back_layer})
     if not fused:

@@ -1,4 +1,4 @@
-"""PC layers in other people's models, against singular value decompositions."""
+"""PC layers in models of other libraries, compared with singular value decompositions."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ TOKENS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0)
 
 
 def effective(weight: Tensor, level: Level) -> Tensor:
-    """Compute PC(W) with gamma 1 by a singular value decomposition."""
+    """Compute PC(W) for gamma = 1 with a singular value decomposition."""
     u, sigma, v = torch.linalg.svd(weight, full_matrices=False)
     x = sigma / (sigma[0] + 1e-7)
     for stage in stages(level):
@@ -48,8 +48,8 @@ def test_a_layer_multiplies_by_the_effective_weight(level: Level) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("made", [PCLinear, nn.Linear])
 def test_a_layer_made_on_the_meta_device_is_drawn_like_a_linear_layer(bias, made) -> None:
-    """`reset_parameters` of the layer, or of every module, is called, as for FSDP2; that of
-    nn.Linear would draw a copy, PC(W)."""
+    """As with FSDP2, `reset_parameters` is called on the layer or on every module.
+    `nn.Linear.reset_parameters` would draw PC(W), which is a copy."""
     with torch.device("meta"):
         layer = made(12, 20, bias)
         if made is nn.Linear:
@@ -86,7 +86,8 @@ def test_each_matrix_of_a_fused_and_transposed_weight_by_itself() -> None:
 
 
 def test_a_model_trains_and_is_merged() -> None:
-    """The merged model is an ordinary model with the same logits and the original names."""
+    """The merged model is an ordinary model with the same logits and the original parameter
+    names."""
     model = gpt2()
     names = [n for n, _ in model.named_parameters()]
     layers = preconditioned(model)
@@ -154,7 +155,7 @@ def test_a_copy_is_merged_by_itself() -> None:
 
 
 def test_every_matrix_of_a_weight_has_its_own_gamma() -> None:
-    """Matrices of two shapes alternate."""
+    """In the weight, matrices of two shapes alternate."""
     weight, layer = torch.randn(10, 6, dtype=torch.float64), Preconditioner(level=2)
     divided = DividedWeight(weight, Division(rows=(3, 2)), layer)
     gammas = [1.0, -2.0, 3.0, 0.5]

@@ -1,4 +1,4 @@
-"""Placement: published examples, bounds against brute force, and units that are not moved."""
+"""Placement: published examples, bounds compared with brute force, and units that are not moved."""
 
 from collections import Counter
 from itertools import product
@@ -31,7 +31,7 @@ def dealt(owners, ranks):
 
 
 def best_load(costs, ranks):
-    """Return the smallest possible largest load by brute force."""
+    """Return the smallest possible maximum load, found by brute force."""
     return min(
         max(loads_of(costs, owners, [0.0] * ranks))
         for owners in product(range(ranks), repeat=len(costs))
@@ -40,7 +40,7 @@ def best_load(costs, ranks):
 
 @st.composite
 def works(draw):
-    """Draw `(works, ranks)`: units with random costs, spread over random ranks."""
+    """Draw `(works, ranks)`: units with random costs on random ranks."""
     ranks = draw(st.integers(1, 12))
     units = []
     for i in range(draw(st.integers(1, 30))):
@@ -88,7 +88,8 @@ NEARLY_EQUAL = [
     Work(name, cost, {0: numel, 1: others})
     for name, cost, numel, others in (("a", 100.0, 4, 2), ("b", 101.0, 5, 0), ("c", 101.0, 8, 1))
 ]
-"""Units of which the first placement moves fewer elements, with a load of 202 instead of 201."""
+"""Units for which the first placement moves fewer elements than the best balance, with a load of
+202 instead of 201."""
 
 
 @given(works())
@@ -133,7 +134,8 @@ def test_ranks_with_earlier_loads_get_less():
 
 @pytest.mark.parametrize("placements", [*product((Replicate(), Shard(0), Shard(1)), repeat=3)])
 def test_the_ranks_of_each_copy_hold_every_element_once(placements):
-    """Test the placements on a mesh of 2 x 3 x 2 ranks; an owner receives the parts of one copy."""
+    """Test the placements on a mesh of 2 x 3 x 2 ranks. An owner receives the parts of a single
+    copy."""
     mesh = SimpleNamespace(mesh=torch.arange(12).view(2, 3, 2), shape=(2, 3, 2))
     layout = _layout((7, 5), mesh, placements, SimpleNamespace(ranks=range(12)))
     held = Counter()

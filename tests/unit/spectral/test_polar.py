@@ -1,4 +1,4 @@
-"""msign against a float64 SVD."""
+"""msign, compared with a float64 SVD."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_equals_the_polynomials_on_the_svd(schedule: str, steps: int, ratio: flo
 
 
 def test_schedules_that_converge_reach_one() -> None:
-    """Compare the response on [1e-2, 1] after each schedule; a wrong digit would show."""
+    """Compare the response of each schedule on [1e-2, 1], in which a wrong digit would show."""
     s = torch.logspace(-2, 0, 400, dtype=torch.float64)
     bounds = {"polar_express": 1e-4, "polar_express_upstream": 1e-3, "deepseek": 1e-3}
     for schedule, bound in bounds.items():
@@ -50,9 +50,9 @@ def test_schedules_that_converge_reach_one() -> None:
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-4), (torch.float16, 0.15)])
 @pytest.mark.parametrize("decay", [0.0, 1.0, 2.0])
 def test_gram_form_is_as_accurate_as_plain(dtype: torch.dtype, bound: float, decay: float) -> None:
-    """Test flat, 1/k and 1/k^2 spectra; without restarts half precision diverges on the last two.
+    """Test flat, 1/k and 1/k^2 spectra. Without restarts, half precision diverges on the last two.
 
-    `bound` is roughly the plain form's own error on 1/k^2, where even its input rounding is
+    `bound` is roughly the error of the plain form on 1/k^2, where even the rounding of the input is
     visible.
     """
     x = spectrum(torch.arange(1, 129, dtype=torch.float64) ** -decay, 128, 512)
@@ -74,7 +74,7 @@ def test_gram_form_is_as_accurate_as_plain(dtype: torch.dtype, bound: float, dec
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_float32_extremes_of_scale(scale: float) -> None:
-    """Squares of these values would underflow or overflow."""
+    """The squares of these values would underflow or overflow."""
     x = gaussian(8, 24).float()
     torch.testing.assert_close(msign(x * scale), msign(x), rtol=0, atol=1e-5)
 
@@ -129,7 +129,7 @@ def test_errors_name_the_argument(argument: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("shape", [(6, 6), (2, 5, 7), (3, 40, 9), (4, 24)])
 def test_the_gradient_is_that_of_the_polar_factor(shape: tuple[int, ...]) -> None:
-    """Test the plain and the Gram form, with wide, tall and stacked matrices."""
+    """Test the plain and the Gram form, for wide, tall and stacked matrices."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
     u, _, vh = torch.linalg.svd(x, full_matrices=False)

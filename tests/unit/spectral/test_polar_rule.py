@@ -1,4 +1,5 @@
-"""A rule on `PolarRule` as CONTRIBUTING describes it, and one whose `update` forgets reports."""
+"""A rule based on `PolarRule`, as described in CONTRIBUTING, and a rule whose `update` forgets to
+return reports."""
 
 import re
 from collections.abc import Sequence

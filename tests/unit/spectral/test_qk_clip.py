@@ -1,4 +1,4 @@
-"""QK-clip against the published code."""
+"""QK-clip, compared with the published code."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,5 @@
-"""Every rule equals the `reference` at the end of its file, in float64 and one matrix at a time."""
+"""Every rule equals the `reference` at the end of its file, which computes one matrix at a time in
+float64."""
 
 import sys
 from dataclasses import fields
@@ -13,11 +14,12 @@ from spectral.sphere import spectral_init_
 
 SHAPES = [(12, 12), (7, 20), (20, 7), (1, 9)]
 EXACT = {"steps": 16}
-"""Steps after which msign is exact, as the solvers of tangent directions stop at a tolerance."""
+"""Number of steps after which msign is exact. The solvers for tangent directions stop at a
+tolerance instead."""
 SOLVED = {**EXACT, "tolerance": 1e-12, "max_evaluations": 60}
 TOLERANCE = 1e-9
-"""The tolerance covers another order of sums through the polynomials, and iterated singular
-vectors."""
+"""The tolerance covers a different order of sums in the polynomials, and iteratively computed
+singular vectors."""
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("adamw", {}),
     ("adamw", {"beta1": 0.5, "beta2": 0.7, "epsilon": 1e-3}),
@@ -64,8 +66,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_rule_equals_its_reference(name, options, shape) -> None:
-    """Run three steps with decay on a stack of three matrices with a gap below the largest singular
-    value."""
+    """Take three steps with weight decay on a stack of three matrices with a gap below the largest
+    singular value."""
     if name == "muon_plus_plus" and 1 in shape:
         pytest.skip("a vector has no direction orthogonal to its top singular pair")
     rule = RULES[name](**options)
@@ -95,11 +97,11 @@ EXEMPT = {
     "spectral_sphere": {"schedule"},
     "muon_sphere": {"schedule"},
 }
-"""Options of code shared with Muon, whose test compares them."""
+"""Options of code shared with Muon, which the test of Muon compares."""
 
 
 def test_every_option_of_every_rule_is_compared() -> None:
-    """Only options of accuracy are exempt."""
+    """Only options that affect accuracy are exempt."""
     how = {"msign_dtype", "krylov_steps", "tolerance", "max_evaluations", "early_exit"}
     for name, kind in RULES.items():
         if name == "normalized":  # the example of CONTRIBUTING, if installed

@@ -1,4 +1,5 @@
-"""Unsound steps are refused: the weights stay bit for bit for any input."""
+"""Steps that are not finite or bounded are refused: for any input, the weights stay the same bit
+for bit."""
 
 import copy
 from functools import cache
@@ -47,8 +48,8 @@ def advance(
     place: str = "nowhere",
     poison: float = 0.0,
 ) -> Tensor:
-    """Take steps in place and return each unit's refusals. Before the first step an entry of unit 1
-    of `place` is set to `poison`."""
+    """Take steps in place, and return the number of refusals of each unit. Before the first step,
+    an entry of unit 1 in `place` is set to `poison`."""
     count = torch.zeros(BATCH)
     for step in steps:
         grad = gradient(step)
@@ -66,7 +67,7 @@ def advance(
 
 @cache
 def healthy(case: str, steps: int) -> tuple[Tensor, State]:
-    """Return the weights and state of a case after steps without poison."""
+    """Return the weights and the state of a case after `steps` steps without poison."""
     generator = torch.Generator().manual_seed(0)
     weight = spectral_init_(torch.empty(BATCH, ROWS, COLS), generator=generator)
     state = CASES[case].init_state(weight)
@@ -99,7 +100,8 @@ def test_finite_weights_stay_finite(case: str, place: str, poison: float) -> Non
 @pytest.mark.parametrize("together", [1, 3, 8])
 @pytest.mark.parametrize("case", CASES)
 def test_a_matrix_is_refused_alone_in_every_slice_of_a_stack(case, together, monkeypatch) -> None:
-    """Test the first, the last and a middle one of eight matrices; only some fit a CPU's cache."""
+    """Test the first, a middle and the last matrix of eight. Only some of the matrices fit into the
+    CPU's cache."""
     monkeypatch.setitem(CACHE_ELEMENTS, "cpu", together * ROWS * COLS)
     rule, generator = CASES[case], torch.Generator().manual_seed(0)
     start = spectral_init_(torch.empty(8, ROWS, COLS), generator=generator)
@@ -122,8 +124,8 @@ def test_a_matrix_is_refused_alone_in_every_slice_of_a_stack(case, together, mon
 
 
 def stepped_around(rule: Rule, place: str | None) -> tuple[Tensor, Tensor]:
-    """Return the weight of unit 1 before and after steps 0 and 2, and the refused step 1 between
-    them, in which an entry of `place` is NaN, or None for no step."""
+    """Return the weight of unit 1 before and after steps 0 and 2. Between them, step 1 is refused,
+    because an entry of `place` is NaN. If `place` is None, there is no step 1."""
     weight = spectral_init_(
         torch.empty(BATCH, ROWS, COLS), generator=torch.Generator().manual_seed(0)
     )
@@ -145,7 +147,7 @@ def stepped_around(rule: Rule, place: str | None) -> tuple[Tensor, Tensor]:
 @without_eigensolvers()
 @pytest.mark.parametrize("case", CASES)
 def test_a_refused_step_leaves_no_trace_in_the_state(case: str) -> None:
-    """Lost singular vectors are computed again, also after a weight was not finite."""
+    """Lost singular vectors are computed again, also after a weight has not been finite."""
     rule = CASES[case]
     state = rule.init_state(torch.ones(BATCH, ROWS, COLS))
     vectors = [name for name in ("u", "second_v") if name in state]
@@ -160,8 +162,8 @@ def test_a_refused_step_leaves_no_trace_in_the_state(case: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rows", [1, 16, 200])
 def test_a_singular_value_that_has_grown_is_seen(rows, schedule, dtype) -> None:
-    """Test eigenvalues of the Gram matrix before the last step: values within the image of [0, 1]
-    count as bounded, a value 2.5 times as large does not."""
+    """Test eigenvalues of the Gram matrix before the last step. Values within the image of [0, 1]
+    count as bounded, but a value 2.5 times as large does not."""
     steps = coefficients(schedule, 8, dtype)
     most, (_, b, c) = largest_value(steps[:-1]), steps[-1]
     sound = torch.full((rows,), most**2)

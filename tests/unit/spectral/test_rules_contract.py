@@ -34,7 +34,7 @@ def make(name: str) -> Rule:
 
 
 def start(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return weights on their spheres and a gradient."""
+    """Return weights that are on their spheres, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     weight = spectral_init_(torch.empty(SHAPE), generator=generator)
     return weight, torch.randn(SHAPE, generator=generator)
@@ -50,7 +50,7 @@ def run(rule: Rule, steps: int = 3, **options: object) -> tuple[Tensor, State, R
 
 @ALL
 def test_plans_count_the_work_of_every_rule(name: str) -> None:
-    """Plans omit the work of a rule of whole matrices without `cost`, and state this."""
+    """If a whole-matrix rule does not define `cost`, plans omit its work and say so."""
     assert RULES[name].costs_are_counted() is (name != "normalized")
     uncounted = type("Own", (MomentumRule,), {"update": RULES["muon"].update})
     assert not uncounted.costs_are_counted() and MsignRule.costs_are_counted()
@@ -100,7 +100,8 @@ def test_inactive_step_changes_no_bit(name: str, fresh: bool) -> None:
 
 @EVERY_FORM
 def test_one_graph_with_a_gate_and_device_scalars_is_the_plain_step(name: str) -> None:
-    """A single graph has no data-dependent control flow, which would wait for a GPU."""
+    """A single graph contains no data-dependent control flow, which would have to wait for a
+    GPU."""
     rule = make(name)
     weight, grad = (x[:, :8, :6].contiguous() for x in start())
     gated, (state, other) = weight.clone(), (rule.init_state(weight) for _ in range(2))
@@ -182,7 +183,7 @@ def test_rates_of_single_matrices_are_refused(name: str) -> None:
 @ALL
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int]) -> None:
-    """The values that routing shows equal the values of a step."""
+    """The values shown by routing equal the values used in a step."""
     rule = make(name)
     weight = spectral_init_(torch.empty(2, *shape, dtype=torch.float64))
     before, grad = weight.clone(), torch.randn(2, *shape, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""top_singular against a float64 SVD: the iteration, and a CPU's eigensolver for few rows."""
+"""top_singular, compared with a float64 SVD: the iteration, and on CPUs the eigensolver for few
+rows."""
 
 from collections.abc import Iterator
 
@@ -30,7 +31,8 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def errors(w: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float]:
-    """Return the worst relative error of sigma and the worst |<u v^T, u1 v1^T>| of the batch."""
+    """Return the largest relative error of sigma, and the smallest <u v^T, u1 v1^T>, in the
+    batch."""
     sigma, u, v = (x.double() for x in found)
     left, values, right = torch.linalg.svd(w.double(), full_matrices=False)
     overlap = (u * left[..., 0]).sum(-1) * (v * right[..., 0, :]).sum(-1)
@@ -42,9 +44,10 @@ def errors(w: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> tuple[float, floa
 )
 @pytest.mark.parametrize("scale", [1e-36, 1.0, 1e35])
 def test_cold_start_on_gaussian_weights(shape: tuple[int, int], scale: float) -> None:
-    """Gaussian weights, with gaps near 1% and less, are the hardest case. A hundred cold power
-    iterations leave errors up to 3e-3 and vectors nearly orthogonal to the true ones; the block
-    Krylov start is accurate to rounding. Squares of the extreme scales are beyond float32."""
+    """Gaussian weights, whose gaps are about 1% or less, are the hardest case. After a hundred
+    power iterations from a cold start, errors reach 3e-3 and vectors are nearly orthogonal to the
+    true vectors. The block Krylov start is accurate up to rounding. The squares of the extreme
+    scales are out of range for float32."""
     w = gaussian(3, *shape) * scale
     relative, overlap = errors(w, cold_start(w))
     assert relative < 2e-6  # a few units of float32 rounding
@@ -58,9 +61,10 @@ def test_cold_start_on_gaussian_weights(shape: tuple[int, int], scale: float) ->
 def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
     rows: int, cols: int, rivals: int, sigma_bound: float, overlap_bound: float
 ) -> None:
-    """Singular values within 4% of each other alternate at the top, in fixed directions. An
-    iteration from only the top vector, an exact singular vector, finds the next vector too late.
-    With more rivals than cached vectors, a rival may be found a step late."""
+    """Several singular values within 4% of each other, with fixed directions, take turns as the
+    largest value. An iteration that starts only from the top vector, which is an exact singular
+    vector, finds the next vector too late. If there are more such rivals than cached vectors, a
+    rival may be found one step late."""
     steps = 300
     generator = torch.Generator().manual_seed(0)
     left, right = (
@@ -74,8 +78,8 @@ def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
     values[:, :rivals] += 0.02 * torch.sin((0.02 + 0.05 * rate) * time + 6.28 * phase)
 
     def worst(krylov_steps: int, nearby: Tensor | None) -> tuple[float, float]:
-        """Return the largest error of sigma, and the smallest overlap if the top value is separated
-        by 0.1%."""
+        """Return the largest error of sigma, and the smallest overlap in steps in which the top
+        value is separated by 0.1%."""
         sigma_error, overlap = 0.0, 1.0
         cached = torch.zeros(1, rows)
         for now in values:
@@ -100,8 +104,8 @@ def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
 @pytest.mark.parametrize("diagonal", [0.5, 1e-9])
 @pytest.mark.parametrize("size", [2, 20, 96, 192, 400])
 def test_the_top_eigenvector_may_have_equal_entries(size: int, diagonal: float) -> None:
-    """The eigenvalue is then up to `size` times the largest entry. Its 128th power, squared for the
-    norm, must not overflow."""
+    """In this case, the eigenvalue is up to `size` times the largest entry. Its 128th power, which
+    is squared to compute the norm, must not overflow."""
     t = torch.full((1, size, size), 1 / size, dtype=torch.float64)
     t.diagonal(dim1=1, dim2=2).add_(diagonal)
     found = _top_eigenvector(t)
@@ -129,7 +133,8 @@ def test_nearby_vectors_of_small_zero_and_unsound_matrices() -> None:
 
 
 def test_zero_row_sums_are_not_fatal() -> None:
-    """A constant start vector is in their null space, and retraction would explode."""
+    """A constant start vector would be in the null space of these matrices, and retraction would
+    explode."""
     w = torch.tensor([[[1.0, -1.0], [2.0, -2.0]]])
     assert cold_start(w)[0].item() == pytest.approx(10**0.5, rel=1e-6)
     w = gaussian(2, 48, 48)
@@ -138,7 +143,8 @@ def test_zero_row_sums_are_not_fatal() -> None:
 
 
 def test_finds_a_spike_orthogonal_to_the_remembered_vector() -> None:
-    """From an exact singular vector of an old direction, one call finds a new, larger one."""
+    """Starting from an exact singular vector of an old direction, a single call finds a new
+    direction with a larger singular value."""
     w = torch.zeros(1, 40, 60)
     w[0, 0, 0], w[0, 1, 1] = 1.0, 1.5
     u, v = torch.zeros(1, 40), torch.zeros(1, 60)
@@ -175,7 +181,7 @@ def test_rejects_bad_input() -> None:
 
 
 def test_what_all_streams_read_is_copied_to_the_device_and_not_computed_there() -> None:
-    """The host waits for its copy of pageable memory, not for a kernel on one stream."""
+    """The host waits for a copy from pageable memory, but not for a kernel on one stream."""
     _generic.cache_clear()
     with Operations() as operations:
         _generic(2, 7, torch.float32, torch.device("meta"))

@@ -1,4 +1,4 @@
-"""The nuclear-norm step: its guarantee, its published trajectories, and its step for gains."""
+"""The nuclear-norm step: its guarantee, published trajectories, and the step for gains."""
 
 import math
 
@@ -27,7 +27,7 @@ def loss_and_grad(w: Tensor, a: Tensor, y: Tensor) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize("size", [1.0, 1e160])
 def test_step_is_the_nuclear_norm_times_the_polar_factor(size: float) -> None:
-    """Test also gradients whose squares overflow."""
+    """Gradients whose squares overflow are also tested."""
     weight, grad = torch.randn(2, 3, 9, 6, dtype=torch.float64)
     grad, lr = size * grad, 0.1 / size
     left, sigma, right = torch.linalg.svd(grad, full_matrices=False)

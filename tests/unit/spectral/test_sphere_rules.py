@@ -1,4 +1,4 @@
-"""Scales and retractions, and MuonSphere and SSO on the sphere, against a float64 SVD."""
+"""Scales and retractions, and MuonSphere and SSO on the sphere, compared with a float64 SVD."""
 
 import math
 
@@ -17,7 +17,7 @@ def norms(weight: Tensor) -> Tensor:
 
 
 def gradients(shape: tuple[int, ...], steps: int) -> Tensor:
-    """Return a persistent direction plus noise, like gradients."""
+    """Return tensors like gradients: a constant direction plus noise."""
     generator = torch.Generator().manual_seed(1)
     mean = torch.randn(shape, generator=generator)
     return mean + torch.randn(steps, *shape, generator=generator)
@@ -27,8 +27,8 @@ def gradients(shape: tuple[int, ...], steps: int) -> Tensor:
 @pytest.mark.parametrize("shape", [(2, 96, 96), (2, 32, 128), (2, 128, 32), (1, 1, 16)])
 @pytest.mark.parametrize("initialised", [True, False])
 def test_every_step_ends_near_the_radius(name, shape, initialised) -> None:
-    """The norm is within 1e-2 of R after every step at lr 5e-3, from any Gaussian start: the
-    retraction is exact, and a step of length lr R moves a singular value by at most lr R."""
+    """From any Gaussian start, the norm is within 1e-2 of R after every step with lr 5e-3, because
+    the retraction is exact and a step of length lr R moves a singular value by at most lr R."""
     weight = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if initialised:
         spectral_init_(weight, generator=torch.Generator().manual_seed(0))
@@ -43,7 +43,7 @@ def test_every_step_ends_near_the_radius(name, shape, initialised) -> None:
 
 
 def test_spectral_sphere_steps_are_tangent() -> None:
-    """An SSO step does not change <Theta, W> from R to first order; a MuonSphere step does."""
+    """To first order, an SSO step does not change <Theta, W> = R, but a MuonSphere step does."""
     generator = torch.Generator().manual_seed(0)
     start = spectral_init_(torch.empty(2, 48, 64), generator=generator)
     u, _, vh = torch.linalg.svd(start.double(), full_matrices=False)
@@ -60,7 +60,8 @@ def test_spectral_sphere_steps_are_tangent() -> None:
 
 
 def test_weight_decay_of_the_same_rate_stops_dynamic_retraction() -> None:
-    """Below the sphere, retraction multiplies by 1 + rate lr and decay by 1 - rate lr."""
+    """Below the sphere, retraction multiplies the weight by 1 + rate lr, and decay by 1 - rate
+    lr."""
     rule = MuonSphereRule(retraction="dynamic", retraction_rate=0.1)
 
     def end(start: float, decay: float, steps: int) -> float:

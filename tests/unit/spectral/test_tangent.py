@@ -1,4 +1,4 @@
-"""The multiplier solver against float64 SVD references and published golden values."""
+"""The multiplier solver, compared with float64 SVD references and published values."""
 
 import math
 from collections.abc import Callable
@@ -31,8 +31,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def low_rank(rows: int, cols: int, seed: int) -> Tensor:
-    """Return matrices with singular values k^-1.5 up to rank min/8, plus Gaussian noise of 1%
-    Frobenius norm."""
+    """Return a matrix with singular values k^-1.5 up to rank min(rows, cols) / 8, plus Gaussian
+    noise with 1% of its Frobenius norm."""
     rank = max(1, min(rows, cols) // 8)
     decay = torch.arange(1, rank + 1, dtype=torch.float64) ** -1.5
     noise = gaussian(rows, cols, seed=seed + 2)
@@ -40,7 +40,7 @@ def low_rank(rows: int, cols: int, seed: int) -> Tensor:
 
 
 def problems(make: Callable[..., Tensor], rows: int, cols: int, rhos: tuple[float, ...]) -> Problem:
-    """Return a float32 batch `M = rho Theta + sqrt(1 - rho^2) M0` of Frobenius norm 1."""
+    """Return a float32 batch of `M = rho Theta + sqrt(1 - rho^2) M0` with Frobenius norm 1."""
     items = []
     for rho in rhos:
         for seed in range(3):
@@ -59,8 +59,8 @@ def polar(x: Tensor) -> Tensor:
 
 
 def limits_at_zero(m: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, float, float]:
-    """Return the exact polar factors of `M + lambda Theta` on both sides of the sign change of `f`,
-    and the values of `f`, by bisection."""
+    """Find the sign change of `f` by bisection, and return the exact polar factors of `M + lambda
+    Theta` and the values of `f` on both sides of it."""
     low, high = -100.0, 100.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -71,7 +71,7 @@ def limits_at_zero(m: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, float, flo
 
 
 def momenta() -> list[Problem]:
-    """Return recorded momenta of training, one batch per shape."""
+    """Return the momenta recorded during training, one batch per shape."""
     stored = load_file(MOMENTA)
     groups: dict[tuple[int, ...], list[Problem]] = {}
     for i in range(sum(name.startswith("momentum.") for name in stored)):
@@ -81,7 +81,8 @@ def momenta() -> list[Problem]:
 
 
 def check_honest(solution: TangentSolution, m: Tensor, u: Tensor, v: Tensor) -> None:
-    """The residual belongs to the returned direction, and `converged` compares it."""
+    """Check that the residual belongs to the returned direction, and that `converged` compares it
+    with the tolerance."""
     measured = torch.einsum("bi,bij,bj->b", u.double(), solution.direction.double(), v.double())
     torch.testing.assert_close(solution.residual.double(), measured, rtol=0, atol=2e-6)
     assert (solution.residual.abs() <= TOLERANCE)[solution.converged].all()
@@ -102,7 +103,7 @@ def test_converges_on_every_alignment(make: Callable[..., Tensor], shape: tuple[
 
 
 def test_evaluations_on_recorded_momenta() -> None:
-    """Test early exit; bisection from a bracket of 1e-3 needs 16.8 evaluations on these momenta."""
+    """Test early exit. Bisection from a bracket of 1e-3 needs 16.8 evaluations on these momenta."""
     solutions = [
         solve_multiplier(*batch, max_evaluations=12, early_exit=True) for batch in momenta()
     ]
@@ -114,7 +115,7 @@ def test_evaluations_on_recorded_momenta() -> None:
 
 
 def test_the_default_evaluations_on_recorded_momenta() -> None:
-    """The worst |f| is 1.8e-5; with ten shifts of one power each it is 2.8e-5."""
+    """The largest |f| is 1.8e-5. With ten shifts of one power each, it would be 2.8e-5."""
     solutions = [solve_multiplier(*batch) for batch in momenta()]
     assert torch.cat([s.converged for s in solutions]).all()
     assert torch.cat([s.residual.abs() for s in solutions]).max() <= 2.8e-5
@@ -125,13 +126,14 @@ def rank_deficient(rows: int, cols: int, seed: int) -> Tensor:
 
 
 def decaying(rows: int, cols: int, seed: int) -> Tensor:
-    """Return matrices with geometrically spaced singular values from 1 to 1e-3."""
+    """Return a matrix with geometrically spaced singular values from 1 to 1e-3."""
     return spectrum(torch.logspace(0, -3, rows, dtype=torch.float64), rows, cols, seed)
 
 
 @pytest.mark.parametrize("make", [gaussian, low_rank, rank_deficient, decaying])
 def test_two_shifts_are_as_exact_as_ten(make, monkeypatch) -> None:
-    """Errors after one evaluation agree up to rounding and the error of partial fractions."""
+    """The errors after one evaluation agree up to rounding and the error of the partial
+    fractions."""
     problem = problems(make, 128, 160, RHOS)
     few = solve_multiplier(*problem).residual.abs()
     ten = Space(tuple(10.0 ** (-3.6 + 3.2 * i / 9) for i in range(10)))
@@ -141,7 +143,8 @@ def test_two_shifts_are_as_exact_as_ten(make, monkeypatch) -> None:
 
 
 def test_a_second_evaluation_where_float64_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The narrow path misses on nearly low-rank matrices; a second evaluation corrects most."""
+    """The path for slow float64 misses the tolerance on nearly low-rank matrices. A second
+    evaluation corrects most of them."""
     capabilities = {"fast": (9, 0), "slow": (10, 3), "consumer": (8, 9)}
     found = {}
     for name, capability in capabilities.items():
@@ -188,7 +191,8 @@ def test_golden_values(rows, cols, seed, at_zero, expected, gain) -> None:
 
 
 def test_counterexample_beyond_the_usual_bracket() -> None:
-    """lambda* = 2 / sqrt(3) is outside +-1.023, where the public reference gives up."""
+    """lambda* = 2 / sqrt(3) is outside the bracket +-1.023, to which the public reference is
+    limited."""
     m = torch.tensor([[[-3.0, 1.0], [1.0, 1.0]]]) / math.sqrt(12)
     e = torch.tensor([[1.0, 0.0]])
     solution = solve_multiplier(m, e, e, max_evaluations=12, early_exit=True)
@@ -199,7 +203,8 @@ def test_counterexample_beyond_the_usual_bracket() -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("shape", [(1, 8), (8, 24), (24, 8), (300, 310)])
 def test_momentum_along_theta_has_no_direction(sign: float, shape: tuple[int, int]) -> None:
-    """Nothing remains to orthogonalise, so the step is zero and reported instead of noise."""
+    """Nothing remains to be orthogonalised, so the step is zero and is reported, instead of being
+    noise."""
     u, v = (
         unit(gaussian(shape[0], 1, seed=3)).mT.float(),
         unit(gaussian(shape[1], 1, seed=4)).mT.float(),
@@ -231,7 +236,7 @@ def test_nan_is_reported_not_hidden() -> None:
 
 
 def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced(monkeypatch) -> None:
-    """The inner product of the first guess is NaN; the next evaluation, in the middle of the
+    """The inner product of the first guess is NaN. The next evaluation, in the middle of the
     bracket, replaces it."""
     problem = [x.double() for x in problems(gaussian, 8, 12, (0.5,))]
     expected = solve_multiplier(*problem, max_evaluations=12)
@@ -265,7 +270,7 @@ def test_directions_take_the_buffers_of_rules_alone(shape, evaluations) -> None:
 
 @pytest.mark.parametrize("rows", [24, 72])
 def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows, monkeypatch) -> None:
-    """Systems are solved one at a time."""
+    """The linear systems are solved one at a time."""
     monkeypatch.setitem(CACHE_ELEMENTS, "cpu", rows**2)
     m, u, v = (x.double() for x in problems(low_rank, rows, rows + 16, RHOS))
     steps = coefficients("polar_express", 8)
@@ -289,12 +294,13 @@ def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows, monkeypatch) -
 
 @pytest.fixture(scope="module")
 def exact() -> list[list[tuple[float, Tensor]]]:
-    """Return multiplier and direction of every recorded momentum, by shape."""
+    """The multiplier and the direction for every recorded momentum, by shape."""
     return [[exact_solution(*x) for x in zip(*batch, strict=True)] for batch in momenta()]
 
 
 def exact_solution(m: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:
-    """Return multiplier and direction of one matrix in float64, by bisection on SVDs."""
+    """Return the multiplier and the direction for one matrix in float64, found by bisection with
+    SVDs."""
     m, u, v = m.double(), u.double(), v.double()
     theta = torch.outer(u, v)
     low, high = -2.0, 2.0
@@ -313,10 +319,11 @@ def exact_solution(m: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:
     ids=["float16", "bfloat16"],
 )
 def test_one_evaluation_in_16_bits_is_tangent(dtype, multiplier, error, exact) -> None:
-    """On recorded momenta the model's root is right, and rounding errors along Theta are removed;
-    the linear objective equals the exact direction's.
+    """On recorded momenta, the root of the model is right, rounding errors along Theta are removed,
+    and the linear objective equals that of the exact direction.
 
-    Relative errors of the direction equal msign's errors in these dtypes at small singular values.
+    The relative error of the direction equals the error of msign in these dtypes at small singular
+    values.
     """
     worst = 0.0
     for (m, u, v), expected in zip(momenta(), exact, strict=True):
@@ -339,7 +346,7 @@ def test_one_evaluation_in_16_bits_is_tangent(dtype, multiplier, error, exact) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_reported_honestly(dtype, monkeypatch) -> None:
-    """A component along Theta is removed only if rounding can explain it."""
+    """A component along Theta is only removed if rounding can explain it."""
     m, u, v = problems(gaussian, 64, 128, (0.0, 0.5))
     solution = solve_multiplier(m, u, v, dtype=dtype)
     check_honest(solution, m, u, v)
@@ -378,9 +385,9 @@ def test_systems_in_blocks_are_solved(rows, size, joined, monkeypatch) -> None:
 
 
 def test_where_exact_f_jumps_over_zero_the_direction_is_the_optimum() -> None:
-    """`M + lambda Theta` of a square matrix is singular for one lambda. If f has no root there, a
-    tangent direction lies between the limits of both sides, and none has a larger product with M.
-    """
+    """For a square matrix, `M + lambda Theta` is singular for one lambda. If f has no root there, a
+    tangent direction lies between the limits from both sides, and no tangent direction has a larger
+    product with M."""
     jumps = 0
     for seed in range(40):
         m = unit(gaussian(16, 16, seed=seed))

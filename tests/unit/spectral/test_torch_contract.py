@@ -1,6 +1,6 @@
-"""torch's contract of an optimizer, following torch's tests, for every class of the library.
+"""The contract of torch optimizers, following torch's tests, for every class in the library.
 
-Intended differences are in docs/library.md ("Differences from torch.optim").
+Intended differences are listed in docs/library.md ("Differences from torch.optim").
 """
 
 import copy
@@ -49,7 +49,7 @@ def loss_of(weights: list[Parameter]) -> Tensor:
 
 
 def train(optimizer: SpectralOptimizer, steps: int = 3) -> list[Tensor]:
-    """Return the parameters after some steps."""
+    """Take `steps` steps, and return the parameters."""
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     for _ in range(steps):
         optimizer.zero_grad()
@@ -102,8 +102,8 @@ def test_nothing_moves_without_gradients(kind: Kind, nonfinite: str) -> None:
 @EVERY
 @pytest.mark.parametrize("option", ["lr", "weight_decay"])
 def test_a_rate_may_be_a_tensor_and_a_group_has_its_own(kind: Kind, option: str) -> None:
-    """Compare matrices in groups with their own rates, as numbers and tensors, with separate
-    optimizers."""
+    """Compare matrices in groups with different values, given as numbers and as tensors, with
+    separate optimizers."""
     rates, apart = (0.02, 0.3), []
     for value in (*rates, *map(torch.tensor, rates)):
         optimizer = kind(parameters(), **{"lr": 0.01, option: value})
@@ -146,8 +146,8 @@ def test_the_defaults_make_an_equal_optimizer(kind: Kind) -> None:
 @EVERY
 @pytest.mark.parametrize("names", ["none", "saved", "loading", "both"])
 def test_a_state_is_loaded_with_and_without_names(kind: Kind, names: str) -> None:
-    """The state goes through a weights-only file; later steps do not change it. Its keys are those
-    of a new optimizer."""
+    """The state is saved to a file and loaded with weights_only. Later steps do not change the
+    saved state. Its keys are the same as in a new optimizer."""
 
     def made(named: bool, seed: int) -> SpectralOptimizer:
         listed: list[Any] = parameters(seed)
@@ -252,7 +252,7 @@ def test_groups_may_be_added_and_mistakes_are_errors(kind: Kind) -> None:
 
 @EVERY
 def test_dtypes_may_be_mixed(kind: Kind) -> None:
-    """Parameters are stepped as by separate optimizers, and keep their dtypes."""
+    """Parameters are updated as by separate optimizers, and keep their dtypes."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     starts = [parameters(i, dtype)[0] for i, dtype in enumerate(dtypes)]
 
@@ -297,7 +297,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
 }
 SAME_WAY = {"StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "PolynomialLR", "CosineAnnealingLR"}
-"""Schedulers that differ from `ExponentialLR` or `LambdaLR` in their formula alone."""
+"""Schedulers that differ from `ExponentialLR` or `LambdaLR` only in their formula."""
 
 
 @EVERY
@@ -308,7 +308,8 @@ SAME_WAY = {"StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "PolynomialLR", "
 def test_schedulers_drive_the_rate_and_the_step(
     kind: Kind, tensor: bool, schedules: set[str]
 ) -> None:
-    """They do so as for torch's SGD; a step of lr 0 changes nothing, so the rate takes effect."""
+    """Schedulers work as with torch's SGD. A step with lr 0 changes nothing, which shows that the
+    learning rate is used."""
     for name in sorted(schedules):
         schedule = SCHEDULES[name]
         rate = torch.tensor(0.05) if tensor else 0.05

@@ -1,5 +1,5 @@
-"""An unusable rule of an installed package gives one warning, and its reason is in the error about
-its name."""
+"""An unusable rule in an installed package causes one warning. Errors about the rule's name contain
+the reason."""
 
 import warnings
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from tests.minimal_config import problems
 
 @dataclass(frozen=True, kw_only=True)
 class NoMomentumRule(MsignRule):
-    """A rule without `init_state` and `update`."""
+    """A rule that defines neither `init_state` nor `update`."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry point of importlib.metadata."""
+    """A fake entry point, as returned by importlib.metadata."""
 
     name: str = "unusable"
     value: str = "package:NoMomentumRule"
@@ -31,7 +31,7 @@ class Entry:
 
 @pytest.fixture
 def reason(monkeypatch: pytest.MonkeyPatch) -> str:
-    """List the rules twice, and return the reason in the single warning."""
+    """List the rules twice, check that there is a single warning, and return its reason."""
     monkeypatch.setattr(rules, "installed", cache(lambda path: [Entry()]))
     monkeypatch.setattr(RULES, "left_out", {})
     with warnings.catch_warnings(record=True) as caught:

@@ -1,7 +1,7 @@
-"""Matrices in a weight, detected in one forward pass (`split_parameters(model, example=...)`).
+"""Matrices within weights, detected in one forward pass (`split_parameters(model, example=...)`).
 
-Each case is a module with known matrices; a step on the fused weight equals steps on the separate
-matrices.
+Each case is a module with known matrices. A step of the fused weight equals the steps of the
+separate matrices.
 """
 
 import copy
@@ -34,9 +34,9 @@ def undecayed(w: Tensor) -> Sequence[Tensor]:
 
 
 def pieces_of(division: str) -> Pieces | None:
-    """Return the division that a string states: "/4" means matrices of 4 rows, "/6+2" of 6 and 2
-    rows in turn, "T/4" of 4 rows of the transpose, "=" one matrix, "-" no matrix, and "." a table
-    or vector."""
+    """Return the division that a string describes. "/4" means matrices of 4 rows, "/6+2" matrices
+    of 6 and 2 rows in alternation, "T/4" matrices of 4 rows of the transpose, "=" one matrix, "-"
+    no matrix, and "." a table or vector."""
     if division in "=-.":
         return {"=": lambda w: [w.flatten(1)], "-": None, ".": undecayed}[division]
     transpose, _, sizes = division.partition("/")
@@ -60,13 +60,14 @@ x, image, tokens = torch.randn(2, 9, 12), torch.randn(2, 8, 5, 5), torch.randn(9
 CASES: dict[str, tuple[nn.Module, Any, dict[str, Pieces | None]]] = {}
 REFUSED: dict[str, tuple[nn.Module, str]] = {}
 HALVED = "both 12 20 /10, out 10 12 -"
-"""A layer whose halves are combined."""
+"""Layers of a case in which both halves of a layer's outputs are combined."""
 
 
 def case(
     layers: str, example: Any = x, name: str = "", other: Any = None, **members: Any
 ) -> Callable[..., Any]:
-    """Add a case, with the divisions after the names and sizes in `layers`, and in `other`."""
+    """Add a case. The expected divisions are given in `layers`, after the names and sizes, and in
+    `other`."""
 
     def add(forward: Callable[..., Any]) -> Callable[..., Any]:
         model, expected = module(layers, forward, **members), dict(other or {})
@@ -82,7 +83,7 @@ def case(
 
 
 def refused(message: str, layers: str = "", **members: Any) -> Callable[..., Any]:
-    """Add a forward pass to the cases that raise an error."""
+    """Add a case whose forward pass raises an error."""
 
     def add(forward: Callable[..., Any]) -> Callable[..., Any]:
         assert forward.__name__ not in REFUSED
@@ -109,7 +110,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attends(function: Callable[..., Tensor], layers: str = "qkv 12 36 /4, out 12 12 -") -> None:
-    """Add a case of attention by a function of q, k and v `[batch, head, token, 4]`."""
+    """Add a case of attention, computed by a function of q, k and v `[batch, head, token, 4]`."""
     forward = functools.wraps(function)(lambda m, x: m.out(joined(function(*qkv(m, x)))))
     case(layers)(forward)
 
@@ -136,7 +137,7 @@ def rotary_halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @attends
 def features_of_rotary_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return linear attention by features of rotated queries and keys."""
+    """Compute linear attention on features of rotated queries and keys."""
     q, k = (turned(y) @ torch.ones(4, 5) for y in (q, k))
     return q.exp() @ (k.exp().mT @ v)
 
@@ -200,7 +201,8 @@ def a_scan_without_a_matrix_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def decayed_scan(axis: int, read: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return linear attention whose state decays along its keys (-1) or values (-2)."""
+    """Return a function that computes linear attention whose state decays along its keys (-1) or
+    values (-2)."""
 
     def scan(m: Any, x: Tensor) -> Tensor:
         q, k, v, decay = (heads(y)[..., None] for y in m.qkv(x).chunk(4, -1))
@@ -291,7 +293,7 @@ def queries_of_several_heads_and_one_key_that_is_the_value(m: Any, x: Tensor) ->
 
 @case("q 12 12 /4, kv 12 24 /4, out 12 12 -")
 def attention_to_a_single_token(m: Any, x: Tensor) -> Any:
-    """Compute einsums that sum over one token without a matrix product."""
+    """Compute attention with einsums that sum over a single token, without a matmul."""
     q, k, v = (heads(y) for y in (m.q(x), *m.kv(x[:, :1]).chunk(2, -1)))
     scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
     return m.out(joined(torch.einsum("bhij,bhjd->bhid", scores, v)))
@@ -581,7 +583,7 @@ def tokens_of_one_number(m: Any, x: Tensor) -> Any:
 
 @case("stem 12 12 =, a 12 12 =, b 12 12 =, out 12 2 -, scales .", scales=nn.Conv1d(2, 1, 1))
 def a_sum_over_branches_by_a_layer(m: Any, x: Tensor) -> Any:
-    """Compute CoAT's class tokens: a layer that sums over branches channel by channel."""
+    """Compute the class tokens of CoAT, in which a layer sums over branches, channel by channel."""
     scales = torch.stack([(m.stem(x) + layer(x))[:, 0] for layer in (m.a, m.b)], 1)
     return m.out(m.scales(scales)[:, 0])
 
@@ -604,7 +606,7 @@ def a_stream_that_layers_take_whole_and_in_blocks(m: Any, x: Tensor) -> Any:
 
 @case("down 4 12 /4, up 12 12 =")
 def a_group_of_heads_for_each_part_of_a_weight(m: Any, x: Tensor) -> Any:
-    """Compute DeepSeek-V4's output: a product for each of three groups of inputs."""
+    """Compute the output of DeepSeek-V4, with one matmul for each of three groups of inputs."""
     low = torch.bmm(x.view(-1, 3, 4).transpose(0, 1), m.down.weight.view(3, 4, 4).mT)
     return m.up(m.up(low.transpose(0, 1).reshape(*x.shape[:-1], 12)))
 
@@ -717,7 +719,8 @@ def a_mixture_of_stacked_weights(m: Any, x: Tensor) -> Any:
 
 @case("inner 12 24 /8+4+4+3+3+2, out 8 12 -")
 def inputs_gates_and_steps_of_a_recurrence(m: Any, x: Tensor) -> Any:
-    """Compute the recurrence of Mamba-2 with inputs, `b`, `c` and time steps of one weight."""
+    """Compute the recurrence of Mamba-2, in which one weight gives the inputs, `b`, `c` and the
+    time steps."""
     z, u, b, c, time = m.inner(x).split([8, 8, 3, 3, 2], -1)
     u, time = u.unflatten(-1, (2, 4)), F.softplus(time)
     state, outputs = torch.zeros(len(x), 2, 4, 3), []
@@ -730,7 +733,7 @@ def inputs_gates_and_steps_of_a_recurrence(m: Any, x: Tensor) -> Any:
 
 @case("inner 12 12 =, out 12 4 -, b 12x3 ., c 12x3 ., decay 12x3 .")
 def a_recurrence_of_channels(m: Any, x: Tensor) -> Any:
-    """Compute a recurrence for each channel, as S4D does."""
+    """Compute a separate recurrence for each channel, as in S4D."""
     state, outputs = torch.zeros(len(x), 12, 3), []
     for u in m.inner(x).unbind(1):
         state = m.decay.sigmoid() * state + m.b * u[..., None]
@@ -740,7 +743,7 @@ def a_recurrence_of_channels(m: Any, x: Tensor) -> Any:
 
 @case("both 12 24 /12, filters 4 12 =, out 12 4 -")
 def a_long_convolution_by_fourier_transforms(m: Any, x: Tensor) -> Any:
-    """Compute Hyena's convolution, whose filters are the outputs of a network."""
+    """Compute the convolution of Hyena, whose filters are the outputs of a network."""
     gate, y = m.both(x).chunk(2, -1)
     y = torch.fft.rfft(y, 18, 1) * torch.fft.rfft(m.filters(torch.randn(9, 4)), 18, 0)
     return m.out(gate * torch.fft.irfft(y, 18, 1)[:, :9])
@@ -809,7 +812,7 @@ def branches_that_are_weighed(m: Any, x: Tensor) -> Any:
 
 @case("low 12 8 /4, high /12, out 24 4 -", high=convolution(8, 24, 1, groups=2))
 def two_adapters_in_one(m: Any, x: Tensor) -> Any:
-    """Compute loralib's adapter of a weight that contains queries and values."""
+    """Compute loralib's adapter for a weight that contains queries and values."""
     return m.out(m.high(m.low(x).mT[..., None])[..., 0].mT)
 
 
@@ -950,7 +953,7 @@ def test_a_mixture_has_the_same_matrices_however_it_is_written(name: str, spelli
 
 
 class Stateful(nn.Module):
-    """A module with all kinds of state that a forward pass may change."""
+    """A module with every kind of state that a forward pass may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -998,7 +1001,7 @@ def test_a_pass_leaves_everything_as_it_was() -> None:
 
 
 class Nested(nn.Module):
-    """A module that writes to its attributes' contents and to its input."""
+    """A module that writes to its input and to the contents of its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1033,7 +1036,7 @@ def test_a_pass_leaves_what_is_in_containers_and_generators_as_it_was() -> None:
 
 
 class Elements(TorchDispatchMode):
-    """A mode that counts the elements that operations write, including operations of inner
+    """A mode that counts the elements written by operations, including operations of inner
     modes."""
 
     def __init__(self) -> None:
@@ -1450,7 +1453,7 @@ def test_a_failed_example_leaves_weights_as_they_were() -> None:
 
 
 class Frozen(dict[str, Any]):
-    """A mapping that refuses changes, like configs of diffusers."""
+    """A mapping that rejects changes, like the configs in diffusers."""
 
     def update(self, *_: Any) -> None:
         raise TypeError("frozen")
@@ -1463,7 +1466,7 @@ def test_attributes_that_refuse_changes_do_not_stop_the_watch() -> None:
 
 
 class Late(nn.Module):
-    """A module that creates a layer in its first pass."""
+    """A module that creates a layer in its first forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1529,7 +1532,8 @@ def test_a_head_may_end_in_a_loss_or_correct_the_input(name: str) -> None:
 
 
 def test_a_stream_of_sums_ends_without_a_head() -> None:
-    """A model of hidden states: its last layers are added to others and are matrices."""
+    """In a model that returns hidden states, the outputs of the last layers are added to other
+    outputs, and the layers are matrices."""
     model = nn.Sequential(nn.TransformerEncoderLayer(12, 3, 16), nn.LayerNorm(12)).eval()
     assert len(split_parameters(model, example=x).matrices) == 4
     perceptron = nn.Sequential(linear(12, 8), nn.ReLU(), linear(8, 3))

@@ -76,7 +76,8 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "DeepseekV3": (LATENT, DEEPSEEK),
     "DeepseekV2": (LATENT, DEEPSEEK),
 }
-"""Settings of a tiny model, and the matrices in its weights: shapes and numbers, "-" for AdamW."""
+"""Settings of a tiny model, and the shapes and numbers of the matrices in its weights, with "-" for
+AdamW."""
 NEXT = "q_proj 8x24*8"  # a query and a gate for each head
 NEXT += ", in_proj_qkvz 8x24*8 16x24*2"  # of 2 heads: query, key, 2 values, the gate of both values
 NEXT += ", linear_attn.conv1d -, experts.down_proj 24x20*3"
@@ -95,9 +96,9 @@ UNNAMED: dict[str, tuple[dict[str, Any], str]] = {
     "Mpt": ({"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 2}, "Wqkv 8x32*12"),
     "ModernBert": (PLAIN, "Wqkv 8x32*12, Wi 40x32*2"),
 }
-"""Models whose matrices only a forward pass detects."""
+"""Models whose matrices are only detected by a forward pass."""
 NAMED_ALONE = ("Mistral", "Qwen2", "Gemma", "Gemma2", "DeepseekV2")
-"""Models like others under a forward pass."""
+"""Models that are only tested by names, because a forward pass treats them like other models."""
 WATCHED = [name for name in (*MODELS, *UNNAMED) if name not in NAMED_ALONE]
 FAST = ("Llama", "Phi3", "GPT2", "DeepseekV3", "Mixtral", "GptOss")
 WITHOUT_SDPA = ("Bloom", "GptOss", "Mamba", "Mpt", "Qwen3Next", "T5")
@@ -115,7 +116,7 @@ def build(name: str, **options: Any) -> nn.Module:
 
 
 def matrices(split: ParameterSplit) -> dict[str, list[str]]:
-    """Return shapes and numbers of the matrices of each parameter, "-" for AdamW."""
+    """Return the shapes and numbers of the matrices in each parameter, with "-" for AdamW."""
     found = {}
     for group in split:
         division = Division.of(group.get("units"))
@@ -128,7 +129,7 @@ def matrices(split: ParameterSplit) -> dict[str, list[str]]:
 
 
 def check(name: str, split: ParameterSplit) -> dict[str, list[str]]:
-    """Compare a model's matrices with the table, and return them."""
+    """Compare the matrices of a model with the table, and return them."""
     found = matrices(split)
     for ending, *wanted in map(str.split, (MODELS | UNNAMED)[name][1].split(", ")):
         own = [

@@ -46,13 +46,14 @@ VALUES = {
 }
 SIZES = {name: value for value, names in VALUES.items() for name in names.split()}
 SIZES["use_cache"] = False
-"""Settings that make models of transformers small, if a config has them."""
+"""Settings that make models in transformers small. Settings that a config does not have are
+ignored."""
 
 ACCEPTED = {
     r"jetmoe .*experts.* changes": "an expert, which is the head of tokens that choose it so",
     r"rvt.* ": "the class token, which is no convolution's, is a query of each head",
 }
-"""Accepted differences between names and the watch, by model and weight, with the reason."""
+"""Maps models and weights for which names and the watch may differ to the reason."""
 
 
 def tiny(config_class: Any, sizes: dict[str, Any]) -> Any:
@@ -183,7 +184,7 @@ def torchvision_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, An
 
 
 def vit_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
-    """Return vit_pytorch's models, with the constructor of its first model."""
+    """Yield models in vit_pytorch that have the same constructor as its first model."""
     package = pytest.importorskip("vit_pytorch")
     common = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 2}
     common |= {"heads": 4, "mlp_dim": 48, "dim_head": 8}
@@ -205,7 +206,7 @@ def vit_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
 
 
 def peft_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
-    """Return adapters of transformers' models with frozen base weights."""
+    """Yield transformers models with adapters and frozen base weights."""
     peft = pytest.importorskip("peft")
     for name in ("llama", "qwen3", "phi3", "gpt_neox", "opt", "gpt2", "mistral", "gemma"):
 
@@ -229,9 +230,10 @@ LIBRARIES = {function.__name__.removesuffix("_models"): function for function in
 SMALL = re.compile(
     r"test_|tiny|nano|pico|femto|atto|micro|mini|xxs|_xs|small|_s(_|$)|_b0|_s0|_m0|ti_|_t(_|$)|_n_|18"
 )
-"""Names of timm's small models."""
+"""Matches the names of small models in timm."""
 CAPTURED_AT_LEAST = {"transformers": 100, "diffusers": 1}
-"""Smallest number of models with compared heads, for a library with that many models."""
+"""Minimum number of models in each library for which changing one matrix changes exactly one
+head."""
 
 
 def run(model: nn.Module, example: Any) -> None:
@@ -244,8 +246,8 @@ def run(model: nn.Module, example: Any) -> None:
 
 
 def step_difference(model: nn.Module, found: dict[str, Any]) -> float:
-    """Return the largest relative difference between a step and the steps of the pieces, for one
-    weight per shape and division."""
+    """Return the largest relative difference between a step of a weight and the steps of its
+    pieces, for one weight per shape and division."""
     weights = {(str(u), model.get_parameter(n).shape): n for n, u in found.items() if u is not None}
     whole, pieces = dict[str, nn.Parameter](), dict[str, list[nn.Parameter]]()
     groups: list[dict[str, Any]] = []
@@ -278,7 +280,8 @@ def step_difference(model: nn.Module, found: dict[str, Any]) -> float:
 
 
 def heads_of(calls: list[tuple[Tensor, ...]], call: int) -> list[list[Tensor]]:
-    """Return the distinct heads of the queries, keys and values of a call of attention."""
+    """Return the distinct heads of the queries, the keys and the values in one call of
+    attention."""
     heads = []
     for tensor in calls[call]:
         own: list[Tensor] = []
@@ -296,8 +299,8 @@ def differ(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 def compared_heads(
     model: nn.Module, example: Any, found: dict[str, Any], why: dict[str, str]
 ) -> tuple[int, list[str]]:
-    """Change matrices one by one; return the number that changed one head, and those that changed
-    others."""
+    """Change matrices one by one. Return the number of matrices that changed exactly one head, and
+    a list of the matrices that changed anything else."""
     calls: list[tuple[Tensor, ...]] = []
     attention = F.scaled_dot_product_attention
 
@@ -354,7 +357,8 @@ def compared_heads(
 
 
 def divisions(model: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the division of each weight (None for AdamW), and the reasons of refusals."""
+    """Return the division of each weight, with None for AdamW, and the reasons why weights were
+    refused."""
     refused: dict[str, str] = {}
     lines_of = mock.Mock(side_effect=lambda found: "\n".join(n + p for n, p in found.items()))
     for _ in range(1000):
