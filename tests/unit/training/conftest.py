@@ -1,4 +1,4 @@
-"""Fixtures of the tests of training."""
+"""Fixtures for the training tests."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +13,9 @@ from training.step import StepResult, Trainer
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Set the weights of the next trainer to NaN after given steps, once each, and return the list
-    of its steps. `change(trainer)` is called before the first step, and may return another
-    `on_step`."""
+    """A function that makes the next trainer set its weights to NaN once after each of the given
+    steps, and returns the list to which the trainer adds its steps. `change(trainer)` is called
+    before the first step and may return another `on_step`."""
 
     def poison(*steps: int, change: Callable[[Any], Any] = lambda trainer: None) -> list[int]:
         taken: list[int] = []

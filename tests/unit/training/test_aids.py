@@ -1,4 +1,4 @@
-"""Failures of optional files do not end a run, and a disk that fails once costs no steps."""
+"""Failures to write optional files do not end a run, and a single disk failure costs no steps."""
 
 import errno
 import fcntl
@@ -53,7 +53,7 @@ END = 6
 
 @pytest.fixture
 def run(folder, world, tmp_path) -> Callable[..., Any]:
-    """Return a function that trains in the folder `run` and returns the outcome."""
+    """A function that trains in the folder `run` and returns the outcome."""
     tiny_config(folder, "muon")
 
     def trained(*, on_step: Any = ignore, **keys: Any) -> Any:
@@ -72,14 +72,14 @@ def whole(shared_folder) -> Path:
 
 
 def check_equal(ours: Path, whole: Path) -> None:
-    """Fail unless a run ended like `whole`."""
+    """Check that a run ended with the same results as `whole`."""
     assert same_state(state_of(ours, END), state_of(whole, END)) == []
     assert metrics_of(ours) == metrics_of(whole)
 
 
 @pytest.mark.parametrize("size", [0, 10, 12, 17, 30])
 def test_lines_that_the_disk_refuses_are_written_with_the_next(size, tmp_path, capsys):
-    """They include the rest of a partly written line."""
+    """If a line has been written partially, its remainder is written as well."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st')  # as after a killed run
     with closing(LogFile(path)) as log:
@@ -112,7 +112,7 @@ def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):
 
 
 def test_plain_values_on_a_full_disk_are_an_error_of_the_system(tmp_path):
-    """torch's writer would raise a RuntimeError."""
+    """With torch's writer, the error would be a RuntimeError."""
     with largest_file(1000), pytest.raises(OSError, match="too large"):
         write_plain(tmp_path / "rng.pt", [torch.zeros(10_000)])
 
@@ -146,7 +146,8 @@ def test_a_watchdog_that_cannot_write_warns_once(tmp_path, monkeypatch, capsys):
 
 
 def test_output_on_a_full_disk_is_dropped_while_a_run_trains(monkeypatch):
-    """Before training it is not dropped: --print-config must not appear to have printed."""
+    """Before training, output is not dropped, because --print-config must fail if it cannot
+    print."""
     with LastingFile("/dev/full", "w") as file:
         with pytest.raises(OSError, match="No space left"):
             file.write(b"line")
@@ -169,7 +170,7 @@ def test_a_line_appears_as_soon_as_without_the_run(settings, tmp_path, monkeypat
 
 @pytest.mark.parametrize("failing", [1, 8, 11, "one of each save", "all of step 4"])
 def test_a_save_that_fails_once_is_made_again(failing, run, whole, tmp_path, monkeypatch, capsys):
-    """A save that fails twice ends the run, which continues from the previous checkpoint."""
+    """A save that fails twice ends the run, which then resumes from the previous checkpoint."""
     sync, done, saves = os.fsync, [0], set()
 
     def fail(descriptor: int) -> None:
@@ -200,7 +201,8 @@ def test_a_save_that_fails_once_is_made_again(failing, run, whole, tmp_path, mon
 
 
 def test_a_crash_after_a_save_loses_none_of_its_files_and_names(run, tmp_path, monkeypatch):
-    """Ranks do not wait for the disk while they train: other threads and processes sync files."""
+    """Ranks do not wait for the disk during training, because other threads and processes sync the
+    files."""
     calls = DiskCalls(tmp_path, monkeypatch)
     assert run().step == END
     assert not [line for line in calls.lines() if line.startswith("wait ")]
@@ -215,8 +217,8 @@ def test_a_crash_after_a_save_loses_none_of_its_files_and_names(run, tmp_path, m
 
 @pytest.mark.parametrize("failures", [0, 1])
 def test_a_save_counts_when_it_is_sealed(failures, folder, world, monkeypatch):
-    """Steps go on meanwhile, a failed attempt is repeated, and a run that ends waits for the
-    seal."""
+    """Training continues during the save, a failed attempt is repeated, and a run waits for the
+    seal before it ends."""
     config = tiny_config(folder, "muon", **KEYS)
     Path(config.run.dir).mkdir()
     trainer = build_trainer(config, world, *build_data(config))
@@ -282,7 +284,8 @@ def test_waiting_for_a_disk_that_hangs_is_said_and_is_no_progress(
 
 
 def test_a_removal_that_hangs_holds_up_no_save(run, monkeypatch, capsys, tmp_path):
-    """Nor does it hold up the end of the process, which waits for no daemon thread."""
+    """The removal does not delay the end of the process either, because the process does not wait
+    for daemon threads."""
     retire, answers, daemons = checkpoints.retire, threading.Event(), list[bool]()
 
     def hang(*folder: Any, **keep: Any) -> Any:
@@ -315,7 +318,7 @@ def test_a_heartbeat_is_of_now_and_stacks_precede_the_timeout(hang, timeout, tmp
 
 
 def test_an_error_between_steps_ends_a_run_that_has_saved(run, whole, tmp_path, monkeypatch):
-    """The error is in the reporting code, here in printing."""
+    """In this test, the error is raised while the run prints a line."""
 
     def fail(metrics: Any, *, step: int, total_steps: int) -> str:
         if step == 3:
@@ -333,9 +336,10 @@ def test_an_error_between_steps_ends_a_run_that_has_saved(run, whole, tmp_path, 
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_run_whose_folder_was_moved_makes_no_new_one(replaced, run, tmp_path):
-    """The run removes no checkpoint.
+    """The run removes no checkpoints.
 
-    It starts from a saved step, because a save that the move interrupts may or may not be complete.
+    The run starts from a saved step, because a save that is interrupted by the move may or may not
+    be complete.
     """
 
     def stop(step: int, result: StepResult) -> None:
@@ -387,7 +391,7 @@ def test_a_run_writes_through_no_link(run, tmp_path):
 
 
 def test_a_run_that_could_not_save_does_not_begin(run, tmp_path):
-    """It ends at once instead of at its first save, hours later."""
+    """The run ends immediately, instead of hours later at its first save."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("precious")
     taken: list[int] = []

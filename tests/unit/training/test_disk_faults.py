@@ -1,4 +1,4 @@
-"""Every call of a run to its files fails, once or permanently, with the results in
+"""Each file operation of a run fails, once or permanently, with the results described in
 docs/running.md."""
 
 import errno
@@ -35,19 +35,19 @@ SETTINGS = [
     "validation.samples=2",
 ]
 ERRORS = {"stat": errno.ESTALE, "write": errno.ENOSPC}
-"""The tested error by kind of call; EIO for others."""
+"""Maps kinds of calls to the error that is tested. For all other kinds, it is EIO."""
 CHANGING = (("-[0-9a-f]{8}(?=/|$)", ""), (r"\.writing-\d+", ".writing"), (r"step_\d+", "step"))
-"""Parts of paths that differ between saves and between runs."""
+"""Replacements for the parts of paths that differ between saves and between runs."""
 
 PERIOD = 150
-"""Number of calls of a kind, more than two attempts of a save make."""
+"""Number of calls of a kind between two failures. Two attempts to save make fewer calls."""
 
 Case = tuple[str, int, str, bool]
-"""Kind, number and path of a call, and whether training has begun."""
+"""The kind, number and path of a call, and whether training has begun."""
 
 
 class Runs:
-    """Runs of one config with faults, and one without."""
+    """Runs of the same config with faults, and one run without faults."""
 
     def __init__(self, folder, disk: FailingDisk) -> None:
         self.disk = disk
@@ -59,9 +59,10 @@ class Runs:
         self.state, self.metrics = state_of(whole, END), metrics_of(whole)
 
     def _cases(self, calls: list[tuple[str, int, str]]) -> Iterator[Case]:
-        """Yield the first and the last call of each kind to each path, and the first of training.
+        """Yield the first and the last call of each kind to each path, and the first such call
+        during training.
 
-        Paths of all saves count as the same.
+        The paths of all saves count as the same path.
         """
         begun = next(i for i, call in enumerate(calls) if call[::2] == ("write", "metrics.jsonl"))
         places: dict[tuple[str, str, bool], list[int]] = {}
@@ -74,14 +75,15 @@ class Runs:
                 yield kind, number, path, training
 
     def problems(self, case: Case, *, always: bool) -> Iterator[str]:
-        """Yield the problems of a run with a fault, and of the run that continues it."""
+        """Yield the problems of a run with a fault, and of the run that resumes it."""
         kind, number, path, training = case
         fault = Fault(kind, number, ERRORS.get(kind, errno.EIO), int(always))
         code = int("DONE" in path) if training and not always else None
         yield from self.problems_of(f"{kind}{number}{always}", fault, code)
 
     def problems_of(self, name: str, fault: Fault, expected: int | None) -> Iterator[str]:
-        """Yield the `problems` of a run that must end with the code `expected` (None: any code)."""
+        """Yield the `problems` of a run that must exit with code `expected`. None allows any
+        code."""
         run_dir, always = self.disk.runs / name, fault.period == 1
         code, said = self.disk.run(name, self.arguments, fault)
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -103,7 +105,8 @@ class Runs:
         yield from self.differences(run_dir, exact=not always)
 
     def differences(self, run_dir, *, exact: bool) -> Iterator[str]:
-        """Yield differences from the undisturbed run; lines may be lost unless `exact`."""
+        """Yield the differences from the undisturbed run. Lines may be lost unless `exact` is
+        true."""
         if different := same_state(state_of(run_dir, END), self.state):
             yield f"{len(different)} tensors differ"
         ours, theirs = metrics_of(run_dir), self.metrics
@@ -116,13 +119,14 @@ class Runs:
 
 
 def without_monitors(line):
-    """Return the metrics of a line without comparisons with an earlier step."""
+    """Return the metrics in a line without the metrics of monitors, some of which compare with an
+    earlier step."""
     return {name: value for name, value in line.items() if not name.startswith("monitor/")}
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory) -> Iterator[FailingDisk]:
-    """A disk with a config and a token set that never fail."""
+    """A failing disk. Reading the config and the token set never fails."""
     folder = tmp_path_factory.mktemp("disk")
     write_token_set(folder / "tokens", tokens=2_000, vocab=120, seed=0)
     tiny_config(str(folder), "adamw")
@@ -132,7 +136,7 @@ def disk(tmp_path_factory) -> Iterator[FailingDisk]:
 
 @pytest.fixture(scope="module")
 def runs(disk) -> Runs:
-    """The runs."""
+    """The runs with and without faults."""
     return Runs(disk.runs.parent, disk)
 
 
@@ -148,7 +152,7 @@ def test_what_fails_costs_no_more_than_the_table_says(kind, always, runs):
 @pytest.mark.parametrize("number", range(30, PERIOD, 30))
 @pytest.mark.parametrize("kind", ["write", "stat"])
 def test_calls_that_fail_now_and_then_cost_nothing(kind, number, runs):
-    """Calls between the first and the last call to a path; only these kinds have many such
+    """Test calls between the first and the last call to a path. Only these kinds have many such
     calls."""
     fault = Fault(kind, number, ERRORS[kind], PERIOD)
     assert list(runs.problems_of(f"{kind}{number} and later", fault, 0)) == []

@@ -1,4 +1,4 @@
-"""Runs on documents that share sequences: loss, resume, and refusals."""
+"""Runs on documents packed into shared sequences: loss, resuming, and errors."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ MASKED = {"data__document_mask": True, "data__first_token_loss": False}
 
 @pytest.fixture
 def folder(tmp_path) -> str:
-    """A folder with the set `tokens`: long documents in its first part, documents of one to three
-    tokens in its second."""
+    """A folder with the set `tokens`, which contains long documents, followed by documents of one
+    to three tokens."""
     generator = np.random.default_rng(0)
     builder = IndexedDatasetBuilder(f"{tmp_path}/tokens.bin", dtype=np.uint16)
     for length in [*generator.integers(20, 90, 40), *generator.integers(1, 4, 1000)]:
@@ -45,12 +45,12 @@ def folder(tmp_path) -> str:
 
 
 def raw_losses(batch: Batch) -> LossFunction:
-    """Return unweighted token losses `[b, s]`."""
+    """Return a loss function that returns the unweighted token losses `[b, s]` as a metric."""
     return lambda losses: (losses.mean(), {"losses": losses.detach().clone()})
 
 
 def token_losses(model: ParallelModel, batch: Batch) -> Tensor:
-    """Return the losses of the counted tokens of a batch."""
+    """Return the losses of the counted tokens in a batch."""
     options = {"microbatches": 1, "micro_batch": len(batch["tokens"]), "train": False}
     (figures,) = model.forward_backward(lambda: iter([batch]), raw_losses, **options)
     return figures["losses"][batch["counted"]]
@@ -58,8 +58,8 @@ def token_losses(model: ParallelModel, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_every_counted_token_has_the_same_weight(micro_batch, folder, world) -> None:
-    """The loss of a step is the mean over the counted tokens of its global batch, whatever their
-    numbers in its micro-batches."""
+    """The loss of a step is the mean over the counted tokens in its global batch, however these
+    tokens are distributed over micro-batches."""
     config = tiny_config(folder, "adamw", **MASKED, train__micro_batch=micro_batch)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)
@@ -93,7 +93,7 @@ def test_gradients_do_not_depend_on_micro_batches(folder: str, world) -> None:
 
 
 def test_a_batch_without_counted_tokens_is_no_step(folder: str, world) -> None:
-    """The mean loss is undefined, so the step is skipped, counted and named like any nonfinite
+    """The mean loss is undefined, so the step is skipped, counted and reported like any nonfinite
     step."""
     config = tiny_config(folder, "adamw", **MASKED)
     data, validation = build_data(config)
@@ -145,7 +145,7 @@ def test_a_plan_states_whose_documents_it_counts(folder: str) -> None:
 
 
 def test_mfu_counts_visible_keys(folder: str, world) -> None:
-    """The FLOPs of a step equal the plan's on the same sets."""
+    """The FLOPs of a step equal the FLOPs in a plan with the same sets."""
     flops = {}
     for name, keys in {"masked": MASKED, "crossed": {}}.items():
         own = {"train__exit_step": 1, "run__dir": f"{folder}/{name}"}
@@ -220,7 +220,7 @@ def test_a_set_of_one_document_is_refused(folder: str, world) -> None:
 
 
 def test_a_plan_counts_the_documents_of_all_phases(folder: str, tmp_path) -> None:
-    """Half of the steps read only short documents, half only long ones."""
+    """Half of the steps read only short documents, and the other half only long documents."""
     for name, documents in (("short", 1_000), ("long", 20)):
         write_token_set(tmp_path / name, tokens=8_000, vocab=120, seed=0, documents=documents)
     sets = {f"data__train__{name}__path": tmp_path / name for name in ("short", "long")}

@@ -1,4 +1,4 @@
-"""Every recipe fits its GPUs, and its plan fits one screen; --fit writes a config that a run
+"""Every recipe fits its GPUs, and its plan fits on one screen. --fit writes a config that a run
 accepts."""
 
 import json
@@ -22,11 +22,11 @@ MEMORY = {
     "optimizer state": "state", "activations (estimate)": "activations",
     "optimizer buffers (estimate)": "buffers", "total": "total",
 }  # fmt: skip
-"""Rows of the memory of a rank, and their keys in the JSON file."""
+"""Maps the rows of the memory table to their keys in the JSON file."""
 
 
 def sections(printed: str) -> dict[str, dict[str, list[str]]]:
-    """Return the cells of a plan's rows, by section and the row's first cell."""
+    """Return the cells in the rows of a plan, by section and by the first cell of the row."""
     content: dict[str, dict[str, list[str]]] = {}
     for line in printed.splitlines():
         if line.startswith("== "):
@@ -38,13 +38,14 @@ def sections(printed: str) -> dict[str, dict[str, list[str]]]:
 
 
 def numbers(cells: list[str]) -> list[float]:
-    """Return all numbers in cells; `%` and units are left out."""
+    """Return all numbers in the cells, without `%` and units."""
     texts = re.findall(r"[\d,]*\d(?:\.\d+)?(?:e[+-]\d+)?", " ".join(cells))
     return [float(text.replace(",", "")) for text in texts]
 
 
 def check_figures(printed: str, planned: dict[str, Any], steps: int, context: int) -> None:
-    """Check every figure per rank and of a step on the screen, in its unit, against the JSON."""
+    """Compare every figure on the screen that concerns a rank or a step with the JSON file, in the
+    unit shown."""
     shown = sections(printed)
     memory, sent = shown["memory per rank (GiB)"], next(
         rows for name, rows in shown.items() if name.startswith("sent per step (MiB)")
@@ -185,7 +186,7 @@ def test_a_fitted_layout_is_a_config(tmp_path, capsys):
 
 
 def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch, capsys):
-    """An override's references are resolved again when the file is read."""
+    """References in an override are resolved again when the written file is read."""
     monkeypatch.setenv("TOKENS", "here")
     written = tmp_path / "mine.yaml"
     arguments = ["--config", str(ROOT / "configs" / "tiny_muon.yaml"), "--fit", "--gpus", "2"]

@@ -1,4 +1,4 @@
-"""Reports of errors: they name the file, come from the failing rank, and reach torchrun."""
+"""Error reports name the file, come from the failing rank, and reach torchrun."""
 
 import json
 import socket
@@ -59,7 +59,7 @@ def test_a_failure_is_an_event(folder: str, tmp_path, world) -> None:
 
 
 def test_one_rank_writes_the_event_of_what_several_fail_with() -> None:
-    """A rank writes the event of an error that only it has."""
+    """If only one rank has an error, this rank writes the event."""
     left = CollectiveError("all-reduce failed", {0: "n1", 2: "n2"})
     assert [reports(left, rank) for rank in (1, 3)] == [True, False]
     unknown = CollectiveError("all-reduce failed")
@@ -70,7 +70,7 @@ def test_one_rank_writes_the_event_of_what_several_fail_with() -> None:
 
 
 def test_the_first_rank_that_answers_writes_which_ranks_do_not(monkeypatch) -> None:
-    """Rank 0 of three does not answer."""
+    """In this test, rank 0 of 3 does not answer."""
     monkeypatch.setattr("parallel.comm.collectives.PATIENCE", 0.5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     store = dist.HashStore()

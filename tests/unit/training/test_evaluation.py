@@ -1,4 +1,5 @@
-"""Scores on multiple-choice tasks in training: references, unchanged training, and refusals."""
+"""Scores on multiple-choice tasks during training: comparisons with references, unchanged training,
+and errors."""
 
 import json
 import math
@@ -46,8 +47,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def keys(tokens: Path, tmp_path: Path) -> dict[str, Any]:
-    """Return overrides of a run on the prepared tokens that scores two tasks at steps 2, 4 and
-    6."""
+    """Overrides for a run on the prepared tokens that scores two tasks at steps 2, 4 and 6."""
     sets = {f"data__{kind}__walk__path": f"{tokens}/tokens.train"
             for kind in ("train", "validation")}  # fmt: skip
     return task_keys(
@@ -63,9 +63,9 @@ def keys(tokens: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def independent(folder: Path, file: str) -> list[list[float]]:
-    """Return log-likelihoods of each example's choices by transformers, one at a time, as in
-    lm-eval: spaces at the end of a context belong to the choice, and requests longer than a window
-    are cut from the left."""
+    """Return the log-likelihood of each choice in each example, computed by transformers one at a
+    time. As in lm-eval, spaces at the end of a context belong to the choice, and requests longer
+    than a window are truncated from the left."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -93,7 +93,7 @@ def independent(folder: Path, file: str) -> list[list[float]]:
 
 
 def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
-    """Compare with transformers' log-likelihoods, and the resulting accuracies."""
+    """Compare with the log-likelihoods from transformers and the resulting accuracies."""
     config = tiny_config(str(tmp_path), "adamw", **keys)
     train(config, world)
     printed = capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
 
 
 def test_training_is_the_same_bit_for_bit(keys, world, tmp_path):
-    """Test a mixture of experts, whose routers count tokens."""
+    """The model is a mixture of experts, whose routers count tokens."""
     tiny_config(str(tmp_path), "adamw")
     keys, states = keys | MIXTURE, []
     for name in ("with", "without"):
@@ -146,7 +146,7 @@ def test_training_is_the_same_bit_for_bit(keys, world, tmp_path):
 
 @pytest.mark.slow
 def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
-    """The step's report follows when the run continues."""
+    """The report of the step is written when the run resumes."""
     tiny_config(str(tmp_path), "adamw")
     stop = tmp_path / "run" / "STOP"
     config = read_config(str(tmp_path), **keys)
@@ -159,8 +159,8 @@ def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
 
 
 def test_changed_tasks_are_compared_and_announced(keys, world, tmp_path):
-    """The file of a task is part of a run's identity; tasks and examples may change, which the run
-    announces."""
+    """The file of a task is part of the run's identity. The list of tasks and the number of
+    examples may change, which the run reports."""
     keys |= {"tasks__files__other": keys["tasks__files__digits"]}
     before = tiny_config(str(tmp_path), "adamw", **keys)
     saved = agreed_facts(before, *build_data(before), build_tasks(before))
@@ -180,7 +180,7 @@ def test_changed_tasks_are_compared_and_announced(keys, world, tmp_path):
 
 @pytest.mark.slow
 def test_another_file_is_another_task(keys, world, tmp_path, capsys):
-    """A run refuses to continue with a changed task, as with changed validation data; tasks may be
+    """As with changed validation data, a run does not resume with a changed task. Tasks may be
     added or removed."""
     first = {k: v for k, v in keys.items() if not k.endswith("digits")}
     train(tiny_config(str(tmp_path), "adamw", **first, train__exit_step=3), world)
@@ -199,7 +199,7 @@ def test_another_file_is_another_task(keys, world, tmp_path, capsys):
 
 
 def test_made_tokens_score_made_tasks(world, folder, capsys):
-    """No files are needed, as a rehearsal or a plan may not have them."""
+    """No files are needed, because rehearsals and plans may not have the files."""
     files = task_keys({"far": "/nowhere/far.jsonl"}, data__mock="true", train__exit_step=1)
     train(tiny_config(folder, "adamw", **files), world)
     assert "of random tokens, because data.mock is true" in capsys.readouterr().out
@@ -288,7 +288,7 @@ def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
 
 
 def test_a_task_of_a_base_can_be_left_out(tokens, tmp_path):
-    """Test one task by name, and all tasks."""
+    """Test leaving out one task by name, and leaving out all tasks."""
     files = write_tasks(tmp_path)
     tiny_config(str(tmp_path))
     base = tmp_path / "config.yaml"
@@ -306,7 +306,8 @@ def test_the_files_of_recipes_are_tasks(root):
 
 
 def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
-    """With another tokenizer of the same size, tasks and bytes would belong to other text."""
+    """With a different tokenizer of the same size, tasks and byte counts would belong to different
+    text."""
     data = shutil.copytree(tokens, tmp_path / "data")
     file = data / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -376,7 +377,7 @@ def test_only_the_first_examples_are_scored(tokens, tmp_path):
 
 
 def test_scoring_twice_gives_the_same(keys: dict[str, Any], world, tmp_path: Path) -> None:
-    """The number of tokens per pass does not matter."""
+    """The scores do not depend on the number of tokens per pass."""
     config = tiny_config(str(tmp_path), "adamw", **keys)
     trainer = build_trainer(config, world, *build_data(config))
     requests = build_tasks(config)[0].requests

@@ -1,4 +1,4 @@
-"""The rehearsal's library is loaded from a folder that no other user can write to."""
+"""Rehearsals load their library from a folder to which no other user can write."""
 
 import os
 import tempfile
@@ -10,7 +10,7 @@ from training.rehearsal.fake_driver import cache
 
 
 def link(folder: Path) -> None:
-    """Make `folder` a link to a folder that another user may own."""
+    """Make `folder` a link to another folder, which might belong to another user."""
     target = folder.with_name("target")
     target.mkdir(mode=0o700)
     folder.symlink_to(target)
@@ -32,7 +32,7 @@ def of_another(folder: Path) -> None:
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch) -> Path:
-    """The folder of temporary files, if the user's cache is not writable."""
+    """The folder for temporary files, with a user cache that is not writable."""
     (tmp_path / "cache").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "temporary").mkdir()

@@ -1,4 +1,4 @@
-"""Number of project functions between the loop and a matrix product of a rule."""
+"""The number of project functions between the training loop and a matmul of a rule."""
 
 import traceback
 from functools import partial

@@ -1,4 +1,5 @@
-"""With any value injected at any place, weights stay finite, and the event is counted and named."""
+"""Whatever value is injected at whatever place, weights stay finite, and the event is counted and
+reported."""
 
 from itertools import product
 from typing import Any
@@ -33,7 +34,7 @@ PC: dict[str, dict[str, Any]] = {
 
 
 def places(trainer: Trainer) -> dict[str, Tensor]:
-    """Return one tensor of each kind that a step reads, by kind."""
+    """Return one tensor of each kind that a step reads, keyed by kind."""
     found: dict[str, Tensor] = {}
     for domain in trainer.optimizer.domains:
         for region in domain.regions:
@@ -54,7 +55,7 @@ def places(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def weights(trainer: Trainer):
-    """Return everything that the optimizer steps, and the model's weights."""
+    """Yield all tensors that the optimizer updates, and the model's weights."""
     for domain in trainer.optimizer.domains:
         yield from domain.buffers.masters
         yield from domain.buffers.parameters
@@ -64,7 +65,7 @@ def weights(trainer: Trainer):
 
 
 def memory(trainer: Trainer) -> list[Tensor]:
-    """Return everything that outlives a step."""
+    """Return all tensors that are kept after a step."""
     found = list(weights(trainer))
     for domain in trainer.optimizer.domains:
         found += [value for region in domain.regions for value in region.state.values()]
@@ -115,7 +116,7 @@ def test_weights_stay_finite(rule: str, pc: str, folder: str, world) -> None:
 
 @pytest.mark.parametrize("interval", [1, 5])
 def test_a_unit_that_is_refused_for_long_ends_the_run(interval, folder, world) -> None:
-    """Refusals are counted over reports, and checked at each."""
+    """Refusals are counted across reports, and each report checks the count."""
     keys = {"train__max_skipped_steps": 2, "log__interval": interval}
     config = tiny_config(folder, "muon", **SMALL, **keys)
     trainer = build_trainer(config, world, *build_data(config))

@@ -1,4 +1,4 @@
-"""Damaged or malicious JSON is a ValueError, and values of another shape are named."""
+"""Damaged or malicious JSON raises a ValueError, and values with a wrong shape are named."""
 
 import pytest
 

@@ -20,7 +20,7 @@ def test_skipped_steps_are_counted():
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says that it is on a GPU, where steps are not checked at once."""
+    """A tensor that claims to be on a GPU, where steps are not checked immediately."""
 
     device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
 

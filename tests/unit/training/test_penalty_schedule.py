@@ -21,7 +21,7 @@ ROLES = ("v", "o", "down")
 
 
 def local(model: ParallelModel, unit: Unit) -> torch.Tensor:
-    """Return the whole matrix of a unit of a one-process model."""
+    """Return the whole matrix of a unit in a single-process model."""
     return unit.view(model.parameters[unit.parameter].detach()).reshape(unit.shape)
 
 
@@ -91,7 +91,7 @@ def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(
     add = trainer.penalty.add
 
     def noted(index: int) -> None:
-        """Note the gradients of penalised weights before and after the penalty is added."""
+        """Record the gradients of penalised weights before and after the penalty is added."""
         for call in (lambda: None, lambda: add(index)):
             call()
             units = (unit for unit in trainer.model.units if unit.role in ROLES)

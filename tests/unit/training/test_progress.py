@@ -1,4 +1,4 @@
-"""Lines of a command that computes for long before it has a result."""
+"""Progress lines of a command that takes a long time to compute its result."""
 
 import itertools
 import time

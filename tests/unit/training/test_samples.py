@@ -1,4 +1,4 @@
-"""Samples of text during training: content, steps, and refusals."""
+"""Text samples during training: content, steps, and errors."""
 
 import json
 from collections import Counter
@@ -30,7 +30,7 @@ def tokens(tmp_path_factory) -> Path:
 
 
 def config_of(tokens: Path, tmp_path: Path, **keys: Any) -> Config:
-    """Return the config of a run with samples of nine tokens of one set."""
+    """Return the config of a run that generates samples of nine tokens from one set."""
     keys |= {"validation__samples_interval": 3, "validation__samples_tokens": 9}
     for kind in ("train", "validation"):
         keys[f"data__{kind}__walk__path"] = f"{tokens}/tokens.train"

@@ -1,4 +1,4 @@
-"""The search finds the fastest layout, and bounds are below plans."""
+"""The search finds the fastest layout, and its lower bounds are below the plans."""
 
 import random
 from dataclasses import replace
@@ -21,7 +21,7 @@ SMALL = ["model.hidden=256", "model.heads=8", "model.kv_heads=4"]
 
 
 def layouts_of(recipe, gpus, *overrides, **device):
-    """Return variants of a tiny recipe, on H100s with some figures replaced."""
+    """Return the layouts of a tiny recipe on H100s with some properties replaced."""
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", [*KEYS, *SMALL, *overrides])
     machine = replace(DEVICES["h100"], **device)
     return Layouts(config, gpus, machine)
@@ -61,7 +61,7 @@ def test_no_random_layout_is_faster_than_the_best(recipe, memory, monkeypatch):
      ("tiny_moe_muon", "model.moe.dense_layers=2")],
 )  # fmt: skip
 def test_plans_that_share_stages_are_those_of_each_layout(recipe, override):
-    """The plan of a stage is shared by stages and layouts with the same units."""
+    """Stages and layouts with the same units share the plan of a stage."""
     layouts = layouts_of(recipe, 8, override)
     for sizes in ((4, 1, 1), (4, 1, 2), (2, 2, 1), (1, 1, 1), (2, 1, 1)):
         names = ("pipeline", "virtual_pipeline", "context")

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: traces, notes, and failures that do not end a run."""
+"""Profiles of selected steps: traces, notes, and failures that do not end a run."""
 
 import gzip
 import json
@@ -36,19 +36,19 @@ KEYS: dict[str, Any] = {
 
 
 def trained(folder: str, world: Groups, **keys: Any) -> Path:
-    """Train the tiny run and return its folder."""
+    """Train the tiny run, and return its folder."""
     config = read_config(folder, **{**KEYS, **keys})
     train(config, world)
     return Path(config.run.dir)
 
 
 def said(run: Path, kind: str = "profile") -> list[str]:
-    """Return the texts of the run's events of a kind."""
+    """Return the texts of all events of one kind in a run."""
     return [line["text"] for line in json_lines(run / "events.jsonl") if line["kind"] == kind]
 
 
 def spans(path: Path) -> Counter[str]:
-    """Return the count of each name in a trace."""
+    """Count how often each name occurs in a trace."""
     trace = json.loads(gzip.decompress(path.read_bytes()))
     return Counter(each["name"] for each in trace["traceEvents"] if each.get("ph") == "X")
 
@@ -98,7 +98,8 @@ def test_a_start_says_which_steps_it_profiles(after, last, text, folder):
 
 @pytest.mark.slow
 def test_a_start_past_the_steps_profiles_the_rest(folder, world):
-    """Test a start past all steps, within them, and a run that ends before or within them."""
+    """Test a start after the steps to profile or within them, and a run that ends before or within
+    them."""
     tiny_config(folder, "adamw")
     trained(folder, world, train__exit_step=1)
     trained(folder, world, train__exit_step=2)
@@ -122,7 +123,7 @@ def test_a_run_that_is_stopped_within_them_writes_what_there_is(folder, world):
 
 
 def test_no_failure_ends_the_run(folder, world, capsys):
-    """Test a full disk, a file in place of the folder, and a profiler ended by other code."""
+    """Test a full disk, a file in place of the folder, and a profiler stopped by other code."""
     tiny_config(folder, "adamw")
 
     def failed(name: str, on_step: Any = ignore) -> list[str]:
@@ -170,14 +171,14 @@ def test_traces_of_other_ranks_are_said_by_the_first(tmp_path):
 
 
 def profile_of(folder: str, world: Groups, notes: list[Any], **keys: Any) -> StepProfile:
-    """Return the profile of a run's rank, without a run."""
+    """Return the profile of a rank, without a run."""
     config = read_config(folder, **{**KEYS, "log__profile__steps": 3, **keys})
     Path(config.run.dir).mkdir(exist_ok=True)
     return StepProfile(config, world, 0, lambda *note: notes.append(note))
 
 
 def step(profile: StepProfile, number: int) -> None:
-    """Take a step of one product."""
+    """Take a step that consists of one matmul."""
     profile.before(number)
     torch.ones(4, 4).mm(torch.ones(4, 4))
     profile.after(number)
@@ -232,7 +233,7 @@ def test_allocations_are_recorded_in_profiled_steps_alone(fails, folder, world, 
 
 
 def test_the_notes_of_all_ranks_are_written(folder, world, monkeypatch):
-    """Rank 0 has no profile; other ranks write traces or fail."""
+    """Rank 0 is not profiled. Other ranks write traces or fail."""
     tiny_config(folder)
     said = [[], ["profile of steps 2 to 4 on rank 1: a"], ["warning: no profile of rank 2: b"]]
     monkeypatch.setattr("training.step_profile.from_all", lambda messages, group: said)

@@ -1,4 +1,4 @@
-"""Reactions of a run to bad losses, the end of a job, and a failing folder or disk."""
+"""Reactions of a run to bad losses, the end of a job, and a failing run folder or disk."""
 
 import os
 import re
@@ -55,8 +55,8 @@ def config_of(folder: Path, **keys: Any) -> Any:
 
 
 def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, capsys):
-    """Steps 6 and 7 are not finite; steps 5, 6, ... are repeated without the samples of steps 6 and
-    7 (40 to 55)."""
+    """Steps 6 and 7 are not finite. The run repeats steps 5, 6, ... without the samples of steps 6
+    and 7 (40 to 55)."""
     monitors = {"monitors__interval": 1, "monitors__groups": "[weights,gradients,updates]"}
     config = config_of(folder, spikes__rewinds=1, **monitors)
     data, _ = build_data(config)
@@ -99,7 +99,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
 
 
 def test_a_rewind_puts_later_checkpoints_aside(folder, world, poisoned):
-    """The losses of steps 6 and 7 are spikes: the state is finite, and step 6 is saved."""
+    """The losses of steps 6 and 7 are spikes, so the state is finite, and step 6 is saved."""
     there: dict[int, list[int]] = {}
 
     def with_spikes(trainer: Any) -> Callable[[int, StepResult], None]:
@@ -122,7 +122,8 @@ def test_saves_that_are_refused_end_a_run_only_in_a_row(folder, world, poisoned,
 
 
 def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, poisoned):
-    """Two rewinds to step 4 leave out the samples of steps 6 and 7, then those of steps 8 and 9."""
+    """The run rewinds to step 4 twice, first leaving out the samples of steps 6 and 7, then the
+    samples of steps 8 and 9."""
     trainers: list[Any] = []
     taken = poisoned(5, 7, 9, change=trainers.append)
     keys = {"spikes__rewinds": 2, "checkpoint__interval": 4, "train__steps": 12}
@@ -133,7 +134,7 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, pois
 
 
 def test_a_save_is_completed_before_losses_end_a_run(folder, world, poisoned, monkeypatch):
-    """The save of step 4 is still running when steps 6 and 7 are not finite."""
+    """The save of step 4 is still in progress when steps 6 and 7 are not finite."""
     monkeypatch.setattr(Saver, "status", lambda self: (0, int(self.busy)))
     poisoned(5)
     with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 1 consecutive"):
@@ -143,7 +144,7 @@ def test_a_save_is_completed_before_losses_end_a_run(folder, world, poisoned, mo
 
 
 def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisoned):
-    """The run must not end as if it had been completed."""
+    """The run must not end as if it had succeeded."""
     poisoned(4)
     config = config_of(folder, train__steps=4)
     with pytest.raises(CheckpointError, match="the last step, 4, could not be saved: its"):
@@ -155,7 +156,8 @@ def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisone
 
 
 def test_a_state_that_stays_not_finite_ends_the_run_by_its_place(folder, world, poisoned):
-    """The embedding row belongs to a token in no batch, so no loss shows it."""
+    """The nonfinite embedding row belongs to a token that is in no batch, so the loss stays
+    finite."""
     write_token_set(folder / "tokens", tokens=8_000, vocab=100, seed=0)
 
     def poison_row(trainer: Any) -> Callable[[int, StepResult], None]:
@@ -283,8 +285,8 @@ def test_a_closed_terminal_stops_a_run_but_under_nohup(before, reason, tmp_path)
 
 
 def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world, capsys):
-    """Waiting for a save drops the running exchange of stop requests. `--resume 1` again would
-    repeat the steps after it."""
+    """Waiting for a save drops the pending exchange of stop requests. With `--resume 1` again, the
+    run would repeat the steps after step 1."""
 
     def stop(step: int, result: StepResult) -> None:
         if step == 3:
@@ -323,7 +325,7 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
 
 
 def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
-    """The checkpoint itself is sound, and the run continues from it."""
+    """The checkpoint itself is complete, and the run resumes from it."""
     keys = {"train__steps": 4}
     train(config_of(folder, **keys, train__exit_step=2), world)
     latest = folder / "run" / "checkpoints" / "latest"
@@ -342,7 +344,7 @@ def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
 
 
 def test_checkpoints_that_cannot_be_removed_end_no_run(folder, world, monkeypatch, capsys):
-    """A later save removes these checkpoints, including half-removed ones."""
+    """A later save removes these checkpoints, including partially removed ones."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -389,8 +391,7 @@ TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | 
 
 
 def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> None:
-    """The lock that the run holds during its saves was removed by hand, and the other run created a
-    new lock."""
+    """The run's lock file was removed by hand, and another run created a new lock file."""
     lock, taken = folder / "run" / "lock", []
 
     def take(step: int, result: StepResult) -> None:

@@ -1,4 +1,4 @@
-"""The reported tokens of a run equal the tokens in its batches."""
+"""The number of tokens that a run reports equals the number of tokens in its batches."""
 
 import json
 import re

@@ -32,8 +32,8 @@ def lines(folder: str, name: str) -> list[dict]:
 
 @pytest.mark.parametrize("who", ["TORCHELASTIC", pytest.param("SLURM", marks=pytest.mark.slow)])
 def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, capsys):
-    """`--resume none` applies to the first start of a command, and to that of another command.
-    SLURM's id identifies a job; torchrun's id differs at each start."""
+    """`--resume none` applies to the first start of each command. SLURM's id identifies a job,
+    while torchrun's id differs at each start."""
     keys = {"log__interval": 1, "checkpoint__interval": 2, "train__micro_batch": 8}
 
     def start(command: str, restarts: int, exit_step: int) -> list[int]:
@@ -58,8 +58,8 @@ def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, ca
 
 @pytest.mark.parametrize(("interval", "chosen"), [("null", 100), ("2", 2), ("0", 0)])
 def test_a_run_says_how_often_it_is_monitored(interval, chosen, folder, world, capsys):
-    """The run states the interval in its first lines, and as a number in its events, against which
-    a log is verified. An interval beyond the last step is reported."""
+    """The run prints the interval in its first lines. It also records the interval as a number in
+    its events, which is used to verify a log. An interval longer than the run is reported."""
     keys = {"monitors__interval": interval, "train__steps": 2, "schedule__warmup_steps": 0}
     train(tiny_config(folder, "adamw", **keys), world)
     started = lines(folder, "events.jsonl")[0]
@@ -134,8 +134,8 @@ def test_validation_is_the_mean_over_every_window(folder, world):
 
 
 def test_a_z_loss_is_a_figure_of_its_own(folder, world):
-    """The z-loss changes the weights; `train/loss` and validation equal the values of the same
-    weights without a z-loss."""
+    """The z-loss changes the weights, but `train/loss` and the validation loss do not include
+    it."""
     first, steps = {}, {}
     for z_loss in (0.0, 0.1):
         config = tiny_config(
@@ -227,7 +227,7 @@ def test_a_run_that_learns_nothing_is_warned_of(folder, world, capsys):
 
 
 def test_the_logged_rates_are_those_that_the_step_was_taken_with(folder, world):
-    """Test the first steps of a warm-up, in which all rates differ."""
+    """Test the first steps of a warm-up, in which all learning rates differ."""
     peaks_of = enumerate(GROUPS, 1)
     keys: dict[str, Any] = {f"optimizer__{group}__lr": 0.01 * i for i, group in peaks_of}
     keys |= {"schedule__warmup_steps": 3, "train__steps": 6, "log__interval": 1}
@@ -253,7 +253,7 @@ def test_the_logged_rates_are_those_that_the_step_was_taken_with(folder, world):
 
 
 def test_a_resume_keeps_the_number_of_consecutive_skipped_steps(folder, world):
-    """The samples of steps before the resume are named as well."""
+    """The error also names the samples of steps before the run was resumed."""
     config = tiny_config(folder, "muon", train__max_skipped_steps=2)
     bad = torch.tensor(False)
     first, second = (build_trainer(config, world, *build_data(config)) for _ in range(2))

@@ -1,5 +1,5 @@
-"""Allowed changes of a continued run are reported, and changes of results are refused, including
-changed tokens without hashes."""
+"""If a run resumes with allowed changes, the changes are reported. Changes that affect results are
+rejected, even if tokens without hashes have changed."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,8 @@ from training.step import StepResult
 
 @pytest.fixture
 def run(folder: str, tmp_path: Path, world):
-    """Trains in tmp_path/run to a step; keywords are config keys with __ for the dot."""
+    """A function that trains in tmp_path/run up to a step. Keywords are config keys with `__` in
+    place of dots."""
     write_token_set(tmp_path / "more", tokens=4_000, vocab=120, seed=1)
 
     def start(step: int, on_step: Any = ignore, **keys: Any) -> None:
@@ -36,7 +37,7 @@ def run(folder: str, tmp_path: Path, world):
 
 @pytest.fixture
 def tokens(tmp_path: Path, run) -> Path:
-    """The file of the run's tokens: 0.4 MB without a manifest."""
+    """The token file of the run, with 0.4 MB and without a manifest."""
     write_token_set(tmp_path / "tokens", tokens=200_000, vocab=120, seed=0)
     return tmp_path / "tokens.bin"
 
@@ -113,7 +114,7 @@ def test_a_large_set_that_was_written_to_is_refused(run, tokens, monkeypatch) ->
 
 
 def test_a_large_set_of_another_hash_is_refused(run, tokens, monkeypatch) -> None:
-    """The manifest states the hash of all tokens."""
+    """The manifest contains a hash of all tokens."""
     monkeypatch.setattr(token_set, "WHOLE", 1 << 18)
     stated = property(lambda each: file_sha256(f"{each.prefix}.bin"))
     monkeypatch.setattr(token_set.TokenSet, "stated_sha256", stated)

@@ -1,4 +1,5 @@
-"""Checkpoints in one process: a resumed run equals one that never stopped; damage is detected."""
+"""Checkpoints in one process: a resumed run equals a run that never stopped, and damage is
+detected."""
 
 import io
 import json
@@ -44,8 +45,8 @@ def tokens(shared_folder) -> str:
 
 @pytest.fixture
 def run(tokens, world, tmp_path):
-    """Trains in tmp_path/NAME, by default "run"; keywords are config keys with __ for the dot.
-    Every step draws a random number, as dropout would."""
+    """A function that trains in tmp_path/NAME, by default "run". Keywords are config keys with `__`
+    in place of dots. Every step draws a random number, as dropout would."""
 
     def start(
         rule: str = "adamw", *, name: str = "run", resume: str = "latest", **keys: Any
@@ -60,7 +61,7 @@ def run(tokens, world, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tokens) -> Path:
-    """A run of four steps without a stop."""
+    """A run that takes four steps without stopping."""
     world = process_groups.initialize()
     keys = {"validation__samples": 4, **SAVED, "run__dir": f"{tokens}/whole"}
     train(tiny_config(tokens, "adamw", **keys), world)
@@ -70,24 +71,25 @@ def whole(tokens) -> Path:
 
 @pytest.fixture
 def saved(whole, tmp_path) -> Path:
-    """The checkpoints of a copy of that run, which `run` continues."""
+    """The checkpoints of a copy of the run `whole`, which `run` resumes."""
     return Path(shutil.copytree(whole, tmp_path / "run")) / "checkpoints"
 
 
 @pytest.fixture
 def halfway(saved) -> None:
-    """Ends that copy after step 2."""
+    """Makes the copy `saved` end after step 2."""
     shutil.rmtree(saved / "step_00000004")
 
 
 FAST = [("spectral_sphere", "experts")]
-"""tests/distributed/test_runs.py resumes a run with PC layers on two ranks."""
+"""Cases that are not slow. tests/distributed/test_runs.py resumes a run with PC layers on two
+ranks."""
 CASES = {*FAST, ("adamw", "in_graph"), *product(RULES, (None, "materialized"))}
 
 
 @pytest.mark.parametrize(("rule", "layers"), slow_but(FAST, sorted(CASES, key=str)))
 def test_twice_resumed_is_never_stopped(rule, layers, run, tmp_path):
-    """Test plain layers, experts with biases, and PC layers of each evaluator."""
+    """Test plain layers, experts with biases, and PC layers with each evaluator."""
     keys: dict[str, Any] = {"validation__interval": 1}
     if layers == "experts":
         keys |= ROUTED | {"model__moe__global_aux_loss": 0.01, "train__micro_batch": 4}
@@ -108,7 +110,8 @@ def test_twice_resumed_is_never_stopped(rule, layers, run, tmp_path):
 
 
 def check_kept(run_dir: Path, *kept: int) -> None:
-    """Check the names in a run's folder of checkpoints."""
+    """Check that the run's folder of checkpoints contains exactly the steps `kept`, and
+    `latest`."""
     assert checkpoints.steps(run_dir) == [*kept]
     folder = run_dir / "checkpoints"
     assert (folder / "latest").read_text() == f"step_{kept[-1]:08d}\n"
@@ -222,7 +225,8 @@ def damage_size(folder: Path) -> None:
 
 
 def poison(key: str, value: float = torch.nan):
-    """Return a function that sets a number of a tensor to `value`, with right hashes."""
+    """Return a function that sets an element of a stored tensor to `value` and updates the
+    hashes."""
 
     def change(folder: Path) -> None:
         stored = read_index(folder / "state").storage_data
@@ -272,7 +276,7 @@ QUICK = (
     "a file is missing", "meta.json is a FIFO", "empty", "a weight is not finite",
     "a state is not finite",
 )  # fmt: skip
-"""One damage of each kind; the cases for other files are slow."""
+"""One case for each kind of damage. The cases for other files are slow."""
 
 
 @pytest.mark.parametrize("quick", slow_but([True], [True, False]))
@@ -339,7 +343,7 @@ def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_removed(tmp_path):
 
 
 class Payload:
-    """Payload that creates a folder when it is unpickled."""
+    """A pickle payload that would create a folder if it were unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -349,7 +353,7 @@ class Payload:
 
 
 def forge(folder: Path, name: str, content: bytes) -> None:
-    """Replace a file of a checkpoint, with right hashes."""
+    """Replace a file of a checkpoint, and update the hashes."""
     (folder / name).write_bytes(content)
     meta = json.loads((folder / "meta.json").read_text())
     del meta["format"]
@@ -366,7 +370,8 @@ def forge(folder: Path, name: str, content: bytes) -> None:
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, tmp_path):
-    """Unlike a broken checkpoint, it is not skipped in favour of an earlier checkpoint."""
+    """Unlike a broken checkpoint, such a checkpoint is not skipped in favour of an earlier
+    checkpoint."""
     folder = saved / "step_00000004"
     config = (folder / "config.yaml").read_text()
     forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())

@@ -1,5 +1,5 @@
-"""Every entry of a checkpoint has an effect: with another value a resumed run differs or is
-refused."""
+"""Every entry of a checkpoint has an effect: if it has another value, a resumed run differs or is
+rejected."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,7 +24,8 @@ from training.loop import Hooks, Loop
 from training.run import train
 
 WIDE = {"model__hidden": 96, "model__ffn": 128}
-"""Sides above 64, for which a CPU also starts singular vectors from the last step's."""
+"""Sizes above 64, for which the singular vectors are initialized from the last step's vectors on a
+CPU as well."""
 PC = {"pc__level": 4, "pc__norm_recovery": True, "gram_penalty__horizon": 1.0}
 RUNS: dict[str, dict[str, Any]] = {
     "spectral_sphere": MIXTURE | WIDE | {"model__moe__expert_bias_rate": 0.01},
@@ -44,7 +45,7 @@ ELSEWHERE = {
     "optimizer/rescaled": "the same",
     "progress.read": "for another mixture; tests/unit/training/data",
 }
-"""Entries without an effect on the next steps of this run, and the tests that cover them."""
+"""Maps the entries that do not affect the next steps of this run to the tests that cover them."""
 
 
 @pytest.mark.parametrize("rule", slow_but(["adamw"], list(RUNS)))
@@ -56,7 +57,7 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
     info = read_checkpoint(config.run.dir)
 
     def after(info: CheckpointInfo, change: Callable[[Any], None] = lambda parts: None) -> Any:
-        """Return the next two steps' metrics, counts, and sums of all tensors."""
+        """Return the metrics, the counts, and the sums of all tensors after the next two steps."""
         load = states._load
 
         def loaded(folder, index, parts) -> Iterator[str]:
@@ -94,13 +95,14 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
 
 
 def kind(name: str) -> str:
-    """Return a tensor's kind without its unit: `weight`, `optimizer/u`, `buffer/expert_bias`."""
+    """Return the kind of a tensor, which does not include its unit: `weight`, `optimizer/u`,
+    `buffer/expert_bias`."""
     first, unit, *rest = name.split("/")
     return "/".join([first, *(rest or ([unit.rpartition(".")[2]] if first == "buffer" else []))])
 
 
 def changed(wanted: str, factor: int) -> Callable[[Any], None]:
-    """Multiply every tensor of a kind after loading."""
+    """Return a function that multiplies every loaded tensor of one kind."""
 
     def change(parts: Any) -> None:
         for part in parts.values():
@@ -111,7 +113,7 @@ def changed(wanted: str, factor: int) -> Callable[[Any], None]:
 
 
 def entries(meta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the path of every value that a run continues with, and another value."""
+    """Yield the path of every value that a resumed run uses, and another value."""
     for section in ("progress", "trainer"):
         for place, value in leaves(meta[section], section):
             match value:
@@ -128,7 +130,7 @@ def entries(meta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(content: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a mapping that are not mappings, and empty mappings."""
+    """Yield the path and value of each leaf of nested mappings. Empty mappings are leaves."""
     if isinstance(content, dict) and content and place not in ELSEWHERE:
         for key, value in content.items():
             yield from leaves(value, f"{place}.{key}")
@@ -137,7 +139,7 @@ def leaves(content: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def with_value(info: CheckpointInfo, place: str, value: Any) -> CheckpointInfo:
-    """Return the checkpoint with another value."""
+    """Return the checkpoint with another value at `place`."""
     meta = copy.deepcopy(info.meta)
     *path, last = place.split(".")
     section = meta
@@ -148,7 +150,7 @@ def with_value(info: CheckpointInfo, place: str, value: Any) -> CheckpointInfo:
 
 
 def test_entries_that_earlier_versions_saved_of_sso_are_left_out(folder, world, monkeypatch):
-    """The entries are the last step's multiplier and slope, which no step read."""
+    """The entries are the multiplier and the slope of the last step, which no step read."""
     keys = {"checkpoint__interval": 2, "train__exit_step": 2, "train__micro_batch": 8}
     config = tiny_config(folder, **keys)
     begin = SpectralSphereRule.init_state

@@ -1,5 +1,5 @@
-"""Another person's checkpoint: loading it uses no file outside its folder and reads no environment
-variable."""
+"""Loading a checkpoint from another person uses no files outside its folder and reads no
+environment variables."""
 
 import dataclasses
 import hashlib
@@ -34,7 +34,7 @@ from training.checkpoint.stored_checkpoint import StoredTensors
 
 @pytest.fixture(scope="module")
 def saved(shared_folder):
-    """A folder with a token set, a config and a run with a checkpoint of step 1."""
+    """A folder with a token set, a config, and a run with a checkpoint at step 1."""
     tiny_config(str(shared_folder), "adamw")
     keys = ["checkpoint.interval=1", "train.exit_step=1", "validation.samples=2"]
     assert pretrain.main(["--config", f"{shared_folder}/config.yaml", *keys]) == 0
@@ -63,7 +63,7 @@ def test_a_file_outside_is_refused(name: str, checkpoint) -> None:
     "name", ["config.yaml", "rng.pt", "state/.metadata", "state/common.pt", ""]
 )
 def test_what_is_not_listed_is_refused(name: str, checkpoint) -> None:
-    """Unlisted files would not be compared."""
+    """Files that are not listed would not be verified."""
     reseal(checkpoint, lambda meta: meta["files"].pop(name) if name else meta.update(files={}))
     with pytest.raises(BrokenCheckpointError, match=f"does not list {name or 'config.yaml'}"):
         read_checkpoint(checkpoint)
@@ -112,14 +112,14 @@ def test_ranks_check_each_file_and_tensor_once(ranks: int, monkeypatch) -> None:
 
 
 class ByName(pickle.Pickler):
-    """Pickles members of enumerations as Python 3.11.2 does."""
+    """A pickler that pickles enum members as Python 3.11.2 does."""
 
     def reducer_override(self, value: Any) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
 class Call(tuple):
-    """Pickled as a call of a function."""
+    """An object that is pickled as a call of a function."""
 
     def __reduce__(self) -> Any:
         return self[0], self[1:]
@@ -166,7 +166,7 @@ def test_wrong_fields_with_right_hashes_are_a_line(case, saved, checkpoint, tmp_
 
 
 def refused(saved, tmp_path, refusal) -> str:
-    """Return the message of a run that cannot continue from the checkpoint."""
+    """Return the error message of a run that cannot resume from the checkpoint."""
     keys = [f"run.dir={tmp_path}/run", "checkpoint.interval=1", "train.exit_step=2"]
     said = refusal(pretrain.main(["--config", f"{saved}/config.yaml", *keys]))
     assert said.startswith("error: ")

@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of another run."""
+"""Runs that start with the weights of another run."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from training.run import train
 
 @pytest.fixture
 def configured(folder, tmp_path):
-    """Return the config of a run in tmp_path/NAME; keywords are its keys."""
+    """A function that returns the config of a run in tmp_path/NAME. Keywords are config keys."""
 
     def make(name: str, rule: str = "muon", **keys: Any) -> Config:
         common = {"train__steps": 3, "checkpoint__interval": 3, "validation__samples": 4}

@@ -1,4 +1,4 @@
-"""A refused command changes nothing in the run folder, for any refusal."""
+"""A command that is rejected for any reason changes nothing in the run folder."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ KEYS += ["train.global_batch=2", "validation.samples=2"]
 
 @pytest.fixture(scope="module")
 def finished(shared_folder: Path) -> Path:
-    """A folder with a token set, a config, and a run with checkpoints of steps 2 and 4."""
+    """A folder with a token set, a config, and a run with checkpoints at steps 2 and 4."""
     tiny_config(str(shared_folder), "adamw")
     assert start(shared_folder, shared_folder / "run") == 0
     return shared_folder
@@ -27,7 +27,7 @@ def finished(shared_folder: Path) -> Path:
 
 @pytest.fixture
 def run_dir(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the run."""
+    """A copy of the run in `finished`."""
     return Path(shutil.copytree(finished / "run", tmp_path / "run"))
 
 
@@ -105,12 +105,12 @@ LINES: dict[str, bytes] = {
 
 
 def prepend(path: Path, line: bytes) -> None:
-    """Put a line before all others."""
+    """Insert a line at the start of a file."""
     path.write_bytes(line + (path.read_bytes() if path.exists() else b""))
 
 
 def test_damaged_logs_do_not_stop_a_run(finished, run_dir, capsys):
-    """Unreadable lines are dropped and counted; the others are kept."""
+    """Unreadable lines are dropped and counted. All other lines are kept."""
     logs = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
     for line in LINES.values():
         for name in logs:

@@ -1,4 +1,4 @@
-"""The identity of a run, which does not depend on new keys in the config schema."""
+"""The identity of a run does not depend on new keys in the config schema."""
 
 import json
 import re
@@ -32,7 +32,7 @@ EVERY_SECTION: dict[str, dict[str, Any]] = {
 
 
 def without(content: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Return `content` as written by a version without the key at `path`."""
+    """Return `content` as a version without the key at `path` would have written it."""
     first, *rest = path
     if not rest:
         return {key: value for key, value in content.items() if key != first}
@@ -52,15 +52,15 @@ def test_a_key_at_another_value_than_its_default_is_a_difference(tmp_path: Path)
 
 
 def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
-    """A new section counts as a difference although all its keys are at their defaults."""
+    """A new section counts as a difference even if all of its keys have their defaults."""
     before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
     found = differences(settings(before), settings(now), ())
     assert list(found) == ["model"] and ("pc.level", "absent", 2) in found["model"]
 
 
 def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
-    """Test a dtype and sizes that are given by value or by default, and a set with a date or with
-    new hashes."""
+    """Test a dtype and sizes that are given explicitly or by default, and a set with a modification
+    time or with new hashes."""
     keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
     before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
     assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}
@@ -74,7 +74,7 @@ def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_another_rule_is_one_difference(tmp_path: Path) -> None:
-    """The settings of a rule that only one of the runs uses are not listed."""
+    """Settings of a rule that only one of the runs uses are not listed."""
     before, now = (
         settings(tiny_config(str(tmp_path), "muon", optimizer__matrix__rule=rule))
         for rule in ("muon", "normuon")
@@ -84,7 +84,7 @@ def test_another_rule_is_one_difference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beginning", ["after_share: 0.5", "with_decay: true"])
 def test_a_phase_that_begins_at_another_step_is_other_data(beginning, tmp_path: Path) -> None:
-    """The key of the beginning is the same."""
+    """The key that sets the start of the phase has the same value."""
     keys = {"schedule__kind": "wsd", "schedule__cooldown_fraction": 0.5}
     keys |= {"data__phases": f"[{{{beginning}, weights: {{walk: 1}}}}]", "train__exit_step": 5}
     facts: dict[str, Any] = {"data": {}, "tokenizer": {}}
@@ -119,7 +119,8 @@ ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initializ
     ids=str,
 )
 def test_what_is_offered_can_be_done(before, now, offer, tmp_path):
-    """A setting of an unused rule, or a role with its present rule, is not a difference."""
+    """Neither a setting of an unused rule nor an override that sets a role's current rule is a
+    difference."""
     ours, theirs = (tiny_config(str(tmp_path), "spectral_sphere", **keys) for keys in (now, before))
     different = differences(settings(theirs), settings(ours), ())
     said = refusal("step_1", different, ours.pc is not None)
@@ -133,7 +134,8 @@ EVERY_RULE: dict[str, Any] = {
         ("q", "k", "v", "o", "gate", "up", "down"), sorted(RULES.keys() - {"adamw"}), strict=True
     )
 } | {"optimizer__rules__muon_plus_plus__algorithm": "dual"}
-"""Every rule is the rule of a role, or AdamW of the other groups."""
+"""Overrides with which every rule is used: AdamW in the other groups, and every other rule by a
+role."""
 
 ELSEWHERE = re.compile(
     r"(run|plan|parallel|stop|watchdog|log|monitors)\..*"  # no result depends on them
@@ -143,24 +145,26 @@ ELSEWHERE = re.compile(
     r"|model\.(attention_backend|attention_kernel|moe\.backend)|pc\.evaluator"
     r"|optimizer\.distributed\.(placement|step_groups|overlap_\w+|cuda_graph)"
 )
-"""Keys that are compared elsewhere, or never."""
+"""Matches keys that are compared elsewhere or never."""
 
 
 MAY_CHANGE_STATE = re.compile(
     r"(model|pc|optimizer)\.(?!family|moe\.score|init|rules|roles|.*(lr|weight_decay)$).*"
 )
-"""Keys that may change what a checkpoint contains, at values with which a model can be built."""
+"""Matches keys that may change the contents of a checkpoint, with values for which a model can be
+built."""
 
 SECTIONS: list[Any] = [
     [{"batch": 1, "until_steps": 2}],
     {"kind": "linear", "factor": 2},
     dict.fromkeys(("kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim"), 8),
 ]
-"""A ramp of batches, a change of rotary frequencies, and latent attention."""
+"""Possible values of sections: a batch ramp, a change of rotary frequencies, and latent
+attention."""
 
 
 def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and value of every key without keys below it."""
+    """Yield the path and the value of every leaf key."""
     if not isinstance(content, dict):
         yield path, content
         return
@@ -175,7 +179,7 @@ def schema() -> list[dict[str, Any]]:
 
 
 def others(name: str, value: Any) -> list[Any]:
-    """Return possible replacements of a key's value."""
+    """Return possible replacements for the value of a key."""
     named = json.dumps([part.get("properties", {}).get(name) for part in schema()])
     words = [json.loads(word) for word in re.findall(r'"const": ("\w+")', named)]
     for listed in re.findall(r'"enum": (\[.*?\])', named):
@@ -185,14 +189,14 @@ def others(name: str, value: Any) -> list[Any]:
 
 
 def entries(config: Config, world: Groups) -> dict[str, Any]:
-    """Return shape and type of every tensor in a checkpoint of a config."""
+    """Return the shape and the dtype of every tensor in a checkpoint of a run with this config."""
     model = build_parallel_model(config, world)
     state = sharded_state(model, build_distributed_optimizer(config, model))
     return {name: (part.shape, part.value.dtype) for name, part in state.items()}
 
 
 def test_every_key_is_part_of_the_identity_or_listed(tmp_path: Path, world: Groups) -> None:
-    """A change is only offered if the checkpoint can be loaded with it."""
+    """A change is only offered if the checkpoint can be loaded after the change."""
     config = tiny_config(str(tmp_path), **EVERY_SECTION, **EVERY_RULE)
     content, before, met = json.loads(json.dumps(asdict(config))), settings(config), 0
     saved = entries(config, world)

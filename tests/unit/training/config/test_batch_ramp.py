@@ -1,4 +1,5 @@
-"""A batch ramp, with any stops, equals a run that is cut by hand where its batch grows."""
+"""Wherever it stops, a run with a batch ramp equals a run that is restarted by hand at each change
+of batch size."""
 
 import json
 import re
@@ -34,7 +35,8 @@ from training.run import check_start, train
 
 LENGTH = 32
 RAMP = "[{batch: 2, until_steps: 3}, {batch: 4, until_tokens: 700}]"
-"""3 steps with 192 tokens, 4 with 512 (the last reaches 700), then 8 sequences per step."""
+"""The run takes 3 steps (192 tokens), then 4 steps (512 tokens, the last of which reaches 700),
+then steps of 8 sequences."""
 BATCHES = [2] * 3 + [4] * 4 + [8] * 5
 COMMON: dict[str, Any] = {
     "train__steps": 12,
@@ -51,7 +53,7 @@ TOKENS = {"schedule__unit": "tokens", "schedule__kind": "wsd", "schedule__cooldo
 
 
 def trained(folder: str, name: str, world: Any, exit_step: int = 12, **keys: Any) -> None:
-    """Train FOLDER/NAME to a step."""
+    """Train the run FOLDER/NAME up to `exit_step`."""
     keys = {**COMMON, **keys, "run__dir": f"{folder}/{name}", "train__exit_step": exit_step}
     train(read_config(folder, **keys), world)
 
@@ -64,7 +66,7 @@ def config_folder(folder: str) -> str:
 
 
 def equal(folder: str, one: str, other: str, steps: int = 12) -> None:
-    """Assert that two runs have the same metrics and the same last checkpoint."""
+    """Check that two runs have the same metrics and the same last checkpoint."""
     lines, others = (metrics_of(Path(folder) / name) for name in (one, other))
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     for line in (*lines, *others):
@@ -92,7 +94,7 @@ def test_it_is_a_run_cut_by_hand(config_folder: str, world, capsys, counted: lis
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the sequences of each micro-batch of runs."""
+    """A list to which runs add the number of sequences in each micro-batch."""
     read: list[int] = []
     batches = training_step.training_batches
 
@@ -124,8 +126,8 @@ def test_three_stops_inside_change_nothing(keys, config_folder, world, counted) 
 
 
 def test_a_rewind_returns_to_the_batch_of_its_step(config_folder, world, monkeypatch, poisoned):
-    """Steps 4 and 5 are not finite: the run returns to step 2, and their samples 6 to 13 are left
-    out; the next steps have the batches of their step numbers."""
+    """Steps 4 and 5 are not finite. The run rewinds to step 2 and leaves out their samples, 6 to
+    13. The next steps have the batch sizes that belong to their step numbers."""
     read, get = [], TrainingData.__getitem__
     monkeypatch.setattr(TrainingData, "__getitem__", lambda d, k: read.append(k) or get(d, k))
     poisoned(3)
@@ -162,7 +164,8 @@ TRAIN = TrainConfig(steps=20, global_batch=8, micro_batch=2, sequence_length=32)
 
 
 def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
-    """Warm-up ends after the tokens of its full steps, decay with the last token."""
+    """Warm-up ends after the number of tokens in its full steps, and decay ends with the last
+    token."""
     ramp = (RampStage(batch=2, until_steps=6), RampStage(batch=4, until_steps=10))
     config = replace(TRAIN, batch_ramp=ramp)
     schedule = ScheduleConfig(kind="linear", warmup_steps=2, min_ratio=0.0, unit="tokens")
@@ -178,7 +181,8 @@ def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
 
 @pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.6, 0.75, 0.8, 0.9, 0.95])
 def test_decay_begins_after_the_first_step_that_reaches_its_tokens(fraction: float) -> None:
-    """Decay begins in different parts of the run, on and off the borders of the ramp's stages."""
+    """Decay starts in different parts of the run, both at the borders between stages of the ramp
+    and elsewhere."""
     ramp = (RampStage(batch=3, until_steps=6), RampStage(batch=5, until_steps=11))
     config = replace(TRAIN, micro_batch=1, batch_ramp=ramp)
     schedule = ScheduleConfig(kind="wsd", cooldown_fraction=fraction, unit="tokens")
@@ -193,7 +197,7 @@ def test_decay_begins_after_the_first_step_that_reaches_its_tokens(fraction: flo
 
 
 def test_a_run_that_only_decays_begins_at_the_peak(minimal: Path) -> None:
-    """The run has 18.75 full steps, fewer than 19, the next whole number."""
+    """The run has 18.75 full steps, which is less than the next integer, 19."""
     keys = ["train.steps=20", "schedule.kind=wsd", "schedule.unit=tokens"]
     keys += ["schedule.cooldown_fraction=1", "schedule.min_ratio=0", "train.global_batch=8"]
     config = load_config(minimal, [*keys, "train.batch_ramp=[{batch: 3, until_steps: 2}]"])
@@ -204,7 +208,7 @@ def test_a_run_that_only_decays_begins_at_the_peak(minimal: Path) -> None:
 
 
 def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
-    """Steps with a batch take as long as in a run with that batch from the start."""
+    """Steps with a batch size take as long as in a run that has this batch size from the start."""
     ramp = "train.batch_ramp=[{batch: 4, until_steps: 30}, {batch: 8, until_tokens: 15000}]"
     keys = ["model.vocab_size=512", "train.global_batch=32", "train.micro_batch=2"]
     keys += ["parallel.tensor=2"]
@@ -269,8 +273,8 @@ WRONG = [
 
 @pytest.mark.parametrize("end", ["until_steps: 3", "until_tokens: 192"])
 def test_stages_that_are_over_limit_no_layout(end, minimal, monkeypatch) -> None:
-    """A run from one rank continues on more ranks after the stage whose batch would be too
-    small."""
+    """A run that started on one rank can resume on more ranks after the stage whose batch would be
+    too small."""
     config = load_config(minimal, [f"train.batch_ramp=[{{batch: 2, {end}}}]"])
     check(config, 2, step=3, tokens=192)
     check(config, 2, step=config.train.steps, tokens=1_000_000)

@@ -1,4 +1,4 @@
-"""Run configs: accepted values, refusals and messages."""
+"""Run configs: accepted values, rejected values and messages."""
 
 import re
 from dataclasses import replace
@@ -139,7 +139,7 @@ def test_all_problems_come_at_once(minimal: Path) -> None:
 
 
 def test_what_sections_cannot_be_together_comes_with_wrong_types(minimal: Path) -> None:
-    """Sections that could be bound are checked separately and against each other."""
+    """Sections with valid types are checked individually and against each other."""
     found = problems(
         minimal,
         "optimizer.head.lr=-1",
@@ -274,7 +274,8 @@ def test_dynamic_retraction_is_refused_beside_weight_decay(root: Path) -> None:
     ],
 )
 def test_an_empty_pc_section_is_the_papers_choice(root, name, level, decay) -> None:
-    """Level 4 under AdamW and 2 under Muon; gamma decays like every other vector."""
+    """The level is 4 under AdamW and 2 under Muon. Gamma has the same weight decay as every other
+    vector."""
     config = load_config(root / "configs" / f"{name}.yaml", ["pc={}"])
     assert config.pc is not None and config.pc.level == level
     model = replace(config.model, vocab_size=128)
@@ -304,7 +305,7 @@ def test_an_empty_gram_penalty_section_is_the_papers_choice(root, name, coeffici
 
 @pytest.fixture
 def overlay(minimal: Path, tmp_path: Path) -> Path:
-    """Write a config with a set in addition to its base's."""
+    """The file of a config that adds a set to the sets of its base."""
     path = tmp_path / "overlay.yaml"
     path.write_text(f"base: {minimal}\ndata:\n  train:\n    mine: {{path: data/mine}}\n")
     return path

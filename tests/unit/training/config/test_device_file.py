@@ -1,4 +1,5 @@
-"""Files that describe the planned GPU are read like configs, with all problems at once."""
+"""Files that describe the planned GPU are read like configs, and all problems are reported at
+once."""
 
 import json
 
@@ -12,7 +13,7 @@ from training.errors import ConfigError
 
 
 def described(folder, text: str) -> str:
-    """The file of a device."""
+    """Write a device file, and return its path."""
     (folder / "device.yaml").write_text(text)
     return str(folder / "device.yaml")
 

@@ -1,4 +1,4 @@
-"""Impossible settings of mixtures of experts and DeepSeek are refused, by key and kind."""
+"""Impossible settings for mixtures of experts and DeepSeek are rejected, by key and kind."""
 
 import pytest
 

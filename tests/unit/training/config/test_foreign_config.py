@@ -1,4 +1,4 @@
-"""Other people's configs: they read nothing, run nothing, and take bounded time."""
+"""Configs from other people: they read nothing, execute nothing, and load in bounded time."""
 
 import os
 from collections.abc import Callable
@@ -43,7 +43,8 @@ def test_nothing_in_a_saved_config_refers_to_anything(tmp_path: Path, value: str
 
 @pytest.mark.parametrize("base", ["/proc/kmsg", "/proc/self/environ", "/sys/kernel/notes"])
 def test_a_base_that_the_kernel_makes_is_not_read(base: str, tmp_path: Path) -> None:
-    """Links to such files are refused too; reading /proc/kmsg would wait for the next message."""
+    """Links to such files are rejected as well. Reading /proc/kmsg would wait for the next
+    message."""
     (tmp_path / "link.yaml").symlink_to(base)
     for name in (base, "link.yaml"):
         (tmp_path / "config.yaml").write_text(f"base: {name}\n")
@@ -69,7 +70,8 @@ def test_text_is_what_it_was_after_escaping(parts: list[str]) -> None:
 
 
 def fan_out(folder: Path) -> None:
-    """Write thirty files that name the next one twice: a billion to read."""
+    """Write thirty files, each of which names the next file twice, so that a billion files would
+    have to be read."""
     for number in range(30):
         following = f"{number + 1}.yaml"
         (folder / f"{number}.yaml").write_text(f"base: [{following}, {following}]\n")
@@ -78,20 +80,20 @@ def fan_out(folder: Path) -> None:
 
 
 def aliases(folder: Path) -> None:
-    """Return nested lists of ten lists of ten ... names."""
+    """Write a config with aliases that expand to lists of ten lists of ten lists and so on."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     (folder / "config.yaml").write_text("\n".join(lines))
 
 
 def written(text: str | bytes) -> Callable[[Path], None]:
-    """Return a function that writes a config."""
+    """Return a function that writes `text` as the config."""
     content = text if isinstance(text, bytes) else text.encode()
     return lambda folder: (folder / "config.yaml").write_bytes(content) and None
 
 
 def endless_base(folder: Path) -> None:
-    """A pipe as base without a writer."""
+    """Write a config whose base is a pipe without a writer."""
     os.mkfifo(folder / "fifo")
     (folder / "config.yaml").write_text("base: fifo\n")
 
@@ -211,7 +213,8 @@ def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
     ],
 )
 def test_commands_that_a_run_prints_are_not_refused(keys, scripts, end, tmp_path, monkeypatch):
-    """An export refuses an existing target, a model without a class and a missing tokenizer."""
+    """An export would reject an existing target, a model without a class, and a missing
+    tokenizer."""
     monkeypatch.chdir(tmp_path)
     for name in ("tiny", "tiny.1"):
         Path("exported", name).mkdir(parents=True)
@@ -235,7 +238,7 @@ def test_a_saved_config_may_contain_a_key_that_is_gone(minimal: Path) -> None:
     [("rule: adamw\n", "rule: elsewhere\n"), ("roles: {}", "roles: {o: {rule: elsewhere}}")],
 )
 def test_a_run_needs_the_packages_of_the_rules_that_it_uses(minimal, old, new) -> None:
-    """Settings of other rules that were installed are not an obstacle."""
+    """Settings of other rules that were installed cause no error."""
     config = load_config(minimal)
     text = to_yaml(config).replace("  rules:\n", "  rules:\n    elsewhere: {strength: 2}\n")
     minimal.write_text(text)

@@ -1,5 +1,5 @@
-"""Layouts that do not fit a model, and sections that do not fit each other, are rejected before any
-rank starts, with the reason."""
+"""Layouts that do not fit the model, and sections that contradict each other, are rejected before
+any rank starts, and the error states the reason."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Refused keys: absurd numbers, before any loop or allocation uses them, and settings without
-effect, with which a run would differ from its config."""
+"""Rejected settings: absurd numbers, which must not reach any loop or allocation, and settings with
+no effect, which would make a run differ from its config."""
 
 import re
 import time
@@ -93,7 +93,8 @@ def test_a_key_with_an_effect_may_be_changed(minimal, overrides: list[str]) -> N
 
 
 def test_what_an_earlier_version_let_pass_can_still_be_read(minimal) -> None:
-    """If it were refused, the version's checkpoints could neither be continued nor exported."""
+    """If such a config were rejected, checkpoints of the earlier version could neither be resumed
+    nor exported."""
     config = load_config(minimal)
     minimal.write_text(to_yaml(config).replace("std: 0.02\n", "std: 0.03\n", 1))
     assert problems(minimal)[0].startswith("model.init.std has no effect ")
@@ -163,7 +164,7 @@ UNUSED = {
     "pc.learnable_gamma=false": "pc.gamma_lr=0.1 pc.gamma_weight_decay=0.2",
     f"{MOE[:-2]}, expert_bias: false}}}}": "model.moe.expert_bias_rate=0.1",
 }
-"""Overrides, and settings that have no effect with them."""
+"""Maps overrides to settings that have no effect with them."""
 
 USED = [
     "schedule={kind: wsd, cooldown_fraction: 0.5, min_ratio: 0.2}", "data.mock=true",
@@ -176,7 +177,7 @@ USED = [
     "pc.polynomial={kind: fitted, degree: 5, cutoff: 0.5, alpha: 0.5, upper: 1.5}",
     MOE, "model.moe.expert_bias_rate=0.1", "optimizer.split_gate_up=false",
 ]  # fmt: skip
-"""All of these settings where they have an effect."""
+"""Overrides with which all of these settings have an effect."""
 
 OTHERS = {
     "optimizer.matrix.weight_decay = 0.1": ["optimizer.matrix.weight_decay=0.1"],
@@ -198,8 +199,8 @@ OTHERS = {
     "watchdog.hang_seconds = 400": ["watchdog.hang_seconds=400"],
     "schedule.cooldown_fraction = 0.004": ["schedule={kind: wsd, cooldown_fraction: 0.004}"],
 }
-"""Weight decay that a retraction undoes, steps after the end of the run, and a time above half of
-the timeout, by overrides."""
+"""Maps other settings with no effect to overrides: weight decay that a retraction undoes, steps
+after the end of the run, and a time above half of the timeout."""
 
 
 def test_every_setting_without_effect_is_said(minimal) -> None:

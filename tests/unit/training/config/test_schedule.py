@@ -1,4 +1,4 @@
-"""The learning-rate factor against torch's schedulers, and its properties."""
+"""The learning-rate factor, compared with torch's schedulers, and its properties."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from training.config.schedule import ScheduleConfig, learning_rate_factor
 
 
 def torch_rates(kind: str, steps: int, ratio: float) -> list[float]:
-    """Return the rates of torch's scheduler for `steps` steps and the next one, from peak 1."""
+    """Return the learning rates of torch's scheduler for `steps` + 1 steps, starting from a peak of
+    1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     if kind == "cosine":
         scheduler = CosineAnnealingLR(optimizer, T_max=steps, eta_min=ratio)

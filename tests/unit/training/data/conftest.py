@@ -1,4 +1,4 @@
-"""Fixtures of the tests of data."""
+"""Fixtures for the data tests."""
 
 from typing import Any
 
@@ -36,14 +36,15 @@ def prefixes(tmp_path):
 
 
 def sampler(**options: int) -> GlobalBatchSampler:
-    """Return the order of batches of eight samples, in micro-batches of two, on one rank."""
+    """Return a sampler of batches of eight samples, in micro-batches of two, on one rank."""
     one = {"consumed": 0, "global_batch": 8, "micro_batch": 2, "data_rank": 0, "data_size": 1}
     return GlobalBatchSampler(**one | options)
 
 
 @pytest.fixture
 def start(tmp_path, world: Any, monkeypatch: pytest.MonkeyPatch):
-    """Trains to a step under weights by set and returns the samples that this start has read."""
+    """A function that trains up to a step with the given set weights, and returns the samples read
+    since this start."""
     for i, (name, tokens) in enumerate(mixtures.SIZES.items()):
         write_token_set(tmp_path / name, tokens=tokens, vocab=120, seed=i)
     write_token_set(tmp_path / "tokens", tokens=1_000, vocab=120, seed=9)

@@ -40,14 +40,14 @@ def test_permutation_hits_every_element_once(size: int, key: str) -> None:
 
 
 def test_order_is_the_same_for_ever() -> None:
-    """A changed order would break the resume of every running run."""
+    """If the order changed, no existing run could resume correctly."""
     permutation = Permutation(1000, "1234/0/kjv")
     assert [permutation[i] for i in range(8)] == [918, 24, 522, 555, 854, 436, 485, 51]
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.6, 0.3, 0.1], [5, 1e-3, 2, 2, 2], [1 / 3] * 3])
 def test_blend_follows_the_evenly_spaced_order(weights: list[float]) -> None:
-    """The blend equals a slow reference in exact fractions, in which the most overdue set is
+    """The blend equals a slow reference with exact fractions, in which the most overdue set comes
     next."""
     blend = build_blend({str(i): weight for i, weight in enumerate(weights)})
     quotas = [int(quota) for quota in blend.quotas]
@@ -251,13 +251,13 @@ def test_bytes_are_estimated_from_the_manifest_or_unknown(prefixes, tmp_path) ->
 
 
 def test_windows_left_out_in_any_order_are_all_left_out() -> None:
-    """The first window moves the batch into the second."""
+    """The first window moves the batch into the second window."""
     assert batch_start(0, 4, ((4, 8), (0, 4))) == 8
     assert batch_start(0, 4, ((8, 12), (4, 8))) == 0
 
 
 def test_a_batch_begins_at_the_first_sample_from_which_none_is_left_out() -> None:
-    """Batches and windows of all lengths may overlap in part, as after a change of batch size."""
+    """Batches and windows of any length may overlap partially, as after a change of batch size."""
     spans = itertools.combinations(range(7), 2)
     for windows in itertools.product(spans, repeat=2):
         gone = {sample for window in windows for sample in range(*window)}

@@ -1,4 +1,4 @@
-"""Starts of documents in a window, refused sets, and the loss of first tokens."""
+"""Document starts in a window, rejected sets, and the loss of first tokens."""
 
 import math
 
@@ -23,7 +23,8 @@ UNCOUNTED = Borders(first_token_loss=False)
 
 
 def write(prefix, documents: list[list[int]]):
-    """Write documents as sequences of given lengths; token k of the stream is k modulo 200."""
+    """Write documents that consist of sequences with the given lengths. Token k of the stream is k
+    modulo 200."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     first = 0
     for lengths in documents:
@@ -35,7 +36,8 @@ def write(prefix, documents: list[list[int]]):
 
 
 def expected_firsts(documents: list[list[int]], window: int) -> list[int]:
-    """Return, for each token, the start of its document in the window, 0 for an earlier start."""
+    """For each token, return the position in the window at which its document starts, or 0 if it
+    starts before the window."""
     document_of = [i for i, lengths in enumerate(documents) for _ in range(sum(lengths))]
     begin = window * LENGTH
     found = []
@@ -146,7 +148,7 @@ def test_documents_out_of_order_are_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", SETS)
 def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(name: str, tmp_path) -> None:
-    """Test any number of windows, because the last target may be a first token."""
+    """Test every number of windows, because the last target may be a document's first token."""
     prefix = write(tmp_path / "set", SETS[name])
     document_of = [i for i, lengths in enumerate(SETS[name]) for _ in range(sum(lengths))]
     lengths = torch.arange(200, dtype=torch.int32)

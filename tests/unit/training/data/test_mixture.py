@@ -1,4 +1,4 @@
-"""A mixture that changes during a run: each set continues at its own count."""
+"""When the mixture changes during a run, each set continues from its own count."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ THEN = {"big": 0.1, "middle": 0.9, "small": 0.1}
 
 
 def test_each_set_goes_on_at_its_own_count(start, tmp_path, capsys) -> None:
-    """Test two changes, the second of which removes a set, and a stop inside each phase."""
+    """Test two changes, the second of which removes a set, and a stop within each phase."""
     change = {"checkpoint__allow_change": "[data]"}
     read = start(5, FIRST) + start(8, FIRST)
     read += start(12, THEN, **change)
@@ -59,7 +59,7 @@ def test_a_stop_after_a_change_is_as_if_the_run_had_not_stopped(start, tmp_path)
 
 
 def losses(folder) -> dict[int, float]:
-    """Return the logged losses by step."""
+    """Return the logged losses, keyed by step."""
     return {line["step"]: line["train/loss"] for line in read_metrics(folder)}
 
 
@@ -80,7 +80,7 @@ def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(start
 
 
 def test_windows_of_another_length_begin_after_as_many_tokens(prefixes) -> None:
-    """The windows follow each set's order of windows of the new length, also across epochs."""
+    """The windows of each set follow the order of windows of the new length, also across epochs."""
     read = training_data(prefixes, length=8).read(100)
     longer = training_data(prefixes, length=16)
     alone = [longer.source(sample) for sample in range(400)]

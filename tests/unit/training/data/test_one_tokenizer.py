@@ -1,4 +1,4 @@
-"""All sets of a run come from one tokenizer, and a config can leave out the sets of its base."""
+"""All sets of a run must use one tokenizer, and a config can leave out the sets of its base."""
 
 import shutil
 
@@ -17,7 +17,7 @@ MATRIX = "A spectral norm is the largest singular value of a matrix; {i} is a nu
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory):
-    """Sets of two tokenizers in the folders `own` and `other`."""
+    """Sets prepared with two different tokenizers, in the folders `own` and `other`."""
     folder = tmp_path_factory.mktemp("prepared")
     for name, line in (("own", FOX), ("other", MATRIX)):
         (folder / name).mkdir()
@@ -27,7 +27,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def folder(prepared, tmp_path):
-    """A folder with a config on the sets of one tokenizer, and `other`, prepared with another."""
+    """A folder with a config that uses sets of one tokenizer, and with sets of another tokenizer in
+    `other`."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     tiny_config(str(tmp_path))
     text = (tmp_path / "config.yaml").read_text()

@@ -1,4 +1,4 @@
-"""A run with phases of data equals runs that are cut by hand where its mixture changes."""
+"""A run with data phases equals a run that is restarted by hand at each change of the mixture."""
 
 import json
 import re
@@ -19,12 +19,13 @@ from training.dry_run import data_table, phase_uses
 
 FIRST = {"big": 0.6, "middle": 0.4, "small": 0.0}
 PHASES = [(8, {"big": 0.2, "middle": 0.3, "small": 0.5}), (15, {"small": 1.0})]
-"""Steps before each phase, and weights; the last phase reads only one set, repeatedly."""
+"""The number of steps before each phase, and the phase's weights. The last phase reads a single set
+repeatedly."""
 BY_HAND = {8: FIRST, 15: PHASES[0][1], 22: PHASES[1][1]}
 
 
 def phases(*beginnings: str) -> str:
-    """Return the key `data.phases`, with other beginnings if given."""
+    """Return the value of `data.phases`, with other start keys if given."""
     given = beginnings or tuple(f"after_steps: {step}" for step, _ in PHASES)
     parts = [
         f"{{{beginning}, weights: {{{', '.join(f'{k}: {v}' for k, v in weights.items())}}}}}"
@@ -43,7 +44,7 @@ COMMON = {
 
 
 def logged(folder) -> list[dict[str, float]]:
-    """Return the metrics of a run without the counts that only runs with phases log."""
+    """Return the metrics of a run, without the counts that only runs with phases log."""
     return [
         {key: value for key, value in line.items() if not key.startswith("data/")}
         for line in metrics_of(folder)
@@ -131,8 +132,8 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(start, tmp_path, cap
 
 @pytest.mark.slow
 def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(start, tmp_path, poisoned) -> None:
-    """Steps 9 and 10 are not finite: the run returns to step 6, phases begin after steps 8 and 15
-    again, and two batches of the second one are left out."""
+    """Steps 9 and 10 are not finite. The run rewinds to step 6, phases again start after steps 8
+    and 15, and two batches of the second phase are left out."""
     poisoned(8)
     keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 6}
     read = start(22, FIRST, **{**COMMON, **keys})
@@ -155,7 +156,8 @@ def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(start, tmp_path
 
 @pytest.mark.slow
 def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path) -> None:
-    """After a late decision to anneal, the run equals one with the phase from the start."""
+    """If the phase is added late in the run, the run equals a run that has the phase from the
+    start."""
     whole = start(12, FIRST, **COMMON)
     shutil.rmtree(tmp_path / "run")
     one = {name: weight for name, weight in FIRST.items() if weight}

@@ -1,4 +1,4 @@
-"""Sets of a run with the same text."""
+"""Sets of a run that contain the same text."""
 
 import re
 import shutil
@@ -15,7 +15,8 @@ from training.data.token_set import TokenSet
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory):
-    """Preparations: of one file, of the same file with a held-out share, and of another file."""
+    """Prepared folders: of one file, of the same file with a held-out share, and of another
+    file."""
     home = tmp_path_factory.mktemp("prepared")
     write_jsonl(home / "rows.jsonl", TEXTS)
     write_jsonl(home / "others.jsonl", [text[::-1] for text in TEXTS])

@@ -1,4 +1,4 @@
-"""The bytes of tokens against the UTF-8 length of texts."""
+"""The number of bytes per token, compared with the UTF-8 length of texts."""
 
 import json
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_missing_or_foreign_tokenizer_is_one_clear_error(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("sequence", [[], [{"type": "Sequence", "normalizers": []}]])
 def test_an_empty_normalizer_changes_nothing(byte_level, tmp_path, sequence) -> None:
-    """DeepSeek's tokenizer has such a step."""
+    """DeepSeek's tokenizer has such a normalizer."""
     normalizer = {"type": "Sequence", "normalizers": sequence}
     lengths = token_byte_lengths(edited(byte_level, tmp_path, normalizer=normalizer))
     assert torch.equal(lengths, token_byte_lengths(byte_level))
@@ -107,8 +107,8 @@ def test_an_empty_normalizer_changes_nothing(byte_level, tmp_path, sequence) -> 
 @pytest.mark.parametrize("samples", [1, 3, 20, 37, None])
 @pytest.mark.parametrize("with_manifest", [True, False])
 def test_bytes_of_the_windows_that_were_read_are_counted(tmp_path, samples, with_manifest) -> None:
-    """Test a tokenizer of words with spaces; the positions of tokens in the text are the
-    reference."""
+    """Test a tokenizer whose words include spaces. The reference is computed from the positions of
+    tokens in the text."""
     texts = [f"x{'é' * (i % 5)} the cat {'abcdefgh'[: i % 7]} {i}" for i in range(60)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -134,7 +134,7 @@ def test_bytes_of_the_windows_that_were_read_are_counted(tmp_path, samples, with
 
 
 def test_a_tokenizer_that_the_kernel_makes_is_not_read():
-    """Reading the file would wait for the next message of the kernel."""
+    """Reading the file would wait for the next message from the kernel."""
     with pytest.raises(DataError, match="Not a file on a disk"):
         token_byte_lengths("/proc/kmsg")
     with pytest.raises(DataError, match="Not a file on a disk"):

@@ -1,5 +1,5 @@
-"""Token sets and manifests: reading, refusal of corrupt files, and detection of damaged tokens at
-the start or at their first use."""
+"""Token sets and manifests: reading, rejection of corrupt files, and detection of damaged tokens at
+startup or on first use."""
 
 import hashlib
 import math
@@ -32,7 +32,7 @@ SEQUENCE = 32
 
 
 def patch(path: Path, offset: int, content: bytes) -> None:
-    """Replace bytes of a file and nothing else."""
+    """Overwrite bytes of a file, and nothing else."""
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(content)
@@ -50,8 +50,8 @@ def test_windows_overlap_by_one_token_and_cut_the_stream(tmp_path, count, dtype)
 
 @pytest.mark.parametrize("whole", [1 << 28, 1000])
 def test_the_digest_is_the_same_for_ever(tmp_path, monkeypatch, whole) -> None:
-    """Checkpoints contain the digest: sizes and contents of the index and of the tokens, of which
-    64 blocks are spread over a large file."""
+    """Checkpoints contain the digest, which covers the sizes and the contents of the index and the
+    tokens. In a large token file, it covers 64 evenly spaced blocks."""
     monkeypatch.setattr(token_set, "WHOLE", whole)
     tokens = np.random.default_rng(0).integers(0, 500, 300_001, dtype=np.uint16)
     prefix = write_stream(tmp_path / "set", tokens)
@@ -173,7 +173,7 @@ def test_unusable_manifest_is_one_clear_error(tmp_path, content, message) -> Non
 
 @pytest.fixture(scope="module")
 def preparation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared set of several blocks, under PREPARATION/tokens.train."""
+    """The folder of a prepared set `tokens.train`, which consists of several blocks."""
     place = tmp_path_factory.mktemp("preparation")
     rng = np.random.default_rng(0)
     words = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, 5)) for _ in range(500)]
@@ -187,12 +187,12 @@ def preparation(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prepared(preparation: Path, tmp_path: Path) -> Path:
-    """A copy of the preparation."""
+    """A copy of the folder `preparation`."""
     return Path(shutil.copytree(preparation, tmp_path / "prepared"))
 
 
 def opened(folder: Path, verify: str = "sample", **options: Any) -> TokenSet:
-    """The prepared set."""
+    """Open the prepared set in a folder."""
     options["verify"] = verify
     return TokenSet("tokens", folder / "tokens.train", SEQUENCE, **options)
 
@@ -259,7 +259,7 @@ def test_index_and_hashes_are_compared_themselves(prepared: Path, suffix: str) -
 
 
 def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(prepared, monkeypatch) -> None:
-    """Earlier versions prepared such sets."""
+    """Earlier versions created such sets."""
     manifest = prepared / "manifest.json"
     blocks = read_manifest(prepared).sets["tokens.train"].sha256["blocks"]
     text = manifest.read_text()
@@ -284,7 +284,7 @@ def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_path, workers):
-    """Test this without an entry in the manifest, and in a prefetching process."""
+    """Test a set without an entry in the manifest, also in a prefetching process."""
     tokens = np.arange(100, dtype=np.uint16) % 50
     tokens[40] = 77
     prefix = write_stream(tmp_path / "set", tokens)

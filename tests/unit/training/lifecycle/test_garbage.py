@@ -1,4 +1,4 @@
-"""The garbage collector runs at fixed steps of a run, on any rank."""
+"""The garbage collector runs at the same fixed steps on every rank."""
 
 import gc
 
@@ -11,8 +11,8 @@ from training.run import train
 
 @pytest.fixture(autouse=True)
 def _unfrozen(monkeypatch):
-    """Unfreeze all objects: as in a program, nothing is frozen when a run begins. The count is no
-    longer that of tests/conftest.py."""
+    """Unfreeze all objects, because in a program nothing is frozen when a run starts. Also restore
+    the function that counts frozen objects, which tests/conftest.py replaces."""
     monkeypatch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)
     gc.unfreeze()
     yield
@@ -55,7 +55,7 @@ def test_the_collector_is_as_before_after_a_failure():
 
 
 def test_what_the_caller_has_frozen_stays_so():
-    """The count of frozen objects would also fall when one of them is deleted."""
+    """The number of frozen objects would also decrease when one of them is deleted."""
     kept = []
     gc.freeze()
     with pace.collected_at_steps():

@@ -1,4 +1,4 @@
-"""Restarts of a command by torchrun and SLURM are told from starts of other commands."""
+"""Restarts of a command by torchrun and SLURM are distinguished from starts of other commands."""
 
 import os
 import socket
@@ -47,7 +47,7 @@ def test_only_a_counted_start_of_the_same_command_is_one(
 
 
 def test_a_restart_under_another_torchrun_without_an_id_is_none(tmp_path, monkeypatch):
-    """torchrun's default id is the same for all commands, so its process is compared."""
+    """torchrun's default id is the same for all commands, so the id of its process is compared."""
     set_variables(monkeypatch, **{RUN: "none", RESTARTS: "1"})
     mark_started(tmp_path)
     process = f"process {os.getppid()} of {socket.gethostname()}"

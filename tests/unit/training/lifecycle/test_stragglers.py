@@ -1,4 +1,4 @@
-"""Ranks that are reported as stragglers, when they are reported, and the times of ranks."""
+"""Which ranks are reported as stragglers, and when, and the times of ranks."""
 
 import math
 import time
@@ -41,7 +41,7 @@ def test_stages_are_compared_with_themselves():
 
 
 def test_times_of_a_rank_are_those_of_its_passes(world, folder, tmp_path, monkeypatch):
-    """They do not contain what the rank does between steps, which others may wait for."""
+    """The times do not include work between steps, for which other ranks may wait."""
     local: list[float] = []
     monkeypatch.setattr(Stragglers, "new", lambda _, times, steps: local.extend(times) or ["slow"])
     config = tiny_config(folder, "adamw", train__steps=4, log__interval=2, checkpoint__interval=0)
@@ -55,7 +55,8 @@ def test_times_of_a_rank_are_those_of_its_passes(world, folder, tmp_path, monkey
 
 
 def test_times_on_a_gpu_are_those_between_events(monkeypatch):
-    """The GPU needs a second between events, whose times are known once they are reached."""
+    """On the GPU, consecutive events are one second apart, and the time of an event is known once
+    the event is reached."""
     seconds = count()
 
     def event(enable_timing: bool) -> SimpleNamespace:

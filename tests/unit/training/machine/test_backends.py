@@ -1,4 +1,4 @@
-"""The kernels that are selected on a device, and the reasons and costs that a run states."""
+"""The kernels selected on a device, and the reasons and costs that a run reports."""
 
 import importlib.util
 
@@ -15,7 +15,7 @@ ENGINE = {"model__attention_backend": "transformer_engine"}
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that sets what is installed: the missing compiler, and liger-kernel."""
+    """A function that sets which compiler is missing, and whether liger-kernel is installed."""
 
     def choose(missing: str | None = None, liger: bool = True) -> None:
         monkeypatch.setattr(backends, "missing_compiler", lambda device: missing)

@@ -1,4 +1,4 @@
-"""The choice of a rank's device, and errors about a device on which kernels do not start."""
+"""The choice of a rank's device, and errors about devices on which kernels do not start."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_a_gpu_that_is_there_but_cannot_be_used_stops_the_run(wanted, gpus, rank
 
 @pytest.mark.parametrize("with_nodes", [True, False])
 def test_gpus_that_cannot_be_used_are_found(with_nodes, tmp_path, monkeypatch):
-    """Otherwise run.device=auto would train on the CPU without a word."""
+    """Otherwise, run.device=auto would silently train on the CPU."""
     nodes, bus = tmp_path / "dev", tmp_path / "sys" / "bus" / "pci" / "devices"
     nodes.mkdir()
     for name in ("nvidia1", "nvidia0", "nvidiactl") if with_nodes else ():
@@ -90,7 +90,7 @@ def test_the_drivers_version_is_read_from_its_first_line(text, version, tmp_path
 
 @pytest.fixture
 def as_listed(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Provide a table of kernels with this device."""
+    """Use a kernel table that contains this device."""
     monkeypatch.setattr(dispatch, "TABLE", tmp_path / "table.json")
     dispatch.TABLE.write_text('{"devices": {"cpu": {"measured": null, "entries": []}}}')
     dispatch.forget()

@@ -1,4 +1,4 @@
-"""The environment variables of a run, and its versions."""
+"""The environment variables and the versions of a run."""
 
 import os
 import resource
@@ -48,7 +48,7 @@ def test_what_the_user_has_set_stays(tmp_path):
 
 
 def test_the_compiler_starts_as_many_workers_as_were_set(tmp_path, monkeypatch):
-    """The compiler has read its environment before the run sets it."""
+    """The compiler has already read its environment variables when the run sets them."""
     monkeypatch.setattr(inductor, "compile_threads", 32)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")  # so that the variable is restored
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")

@@ -1,4 +1,4 @@
-"""A run by the script alone; no code uses CUDA before the run has set CUDA's environment
+"""In a run started by the script alone, no code uses CUDA before the run has set CUDA's environment
 variables."""
 
 import json
@@ -34,7 +34,8 @@ try:
 finally:
     open(OUTPUT, "w").write(json.dumps(calls))
 """
-"""Runs a script and writes every CUDA query, with the value of a variable at that time."""
+"""A program that runs a script and writes every CUDA query, with the value of an environment
+variable at that time."""
 
 
 def test_the_script_trains_and_sets_the_environment_before_it_asks_for_cuda(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Messages about ranks that differ, what is compared, and restarts that are refused."""
+"""Messages about ranks that differ, the facts that are compared, and restarts that are rejected."""
 
 import shutil
 import socket

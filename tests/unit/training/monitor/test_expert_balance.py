@@ -1,4 +1,4 @@
-"""Load balancing of experts by a trainer, and its metrics."""
+"""Expert load balancing in a trainer, and its metrics."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from training.step import Trainer
 
 
 def trainer_of(folder: str, world: Groups, **overrides) -> Trainer:
-    """Return a trainer of a tiny mixture of experts."""
+    """Return a trainer with a tiny mixture of experts."""
     config = tiny_config(folder, **MIXTURE, train__exit_step=5, **overrides)
     return build_trainer(config, world, *build_data(config))
 
@@ -32,7 +32,8 @@ def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups)
 
 
 def test_balancing_losses_are_logged_as_their_papers_define_them(folder, world) -> None:
-    """The reference uses the logits of all four micro-batches of two sequences of 32 tokens."""
+    """The reference uses the logits of all four micro-batches, each with two sequences of 32
+    tokens."""
     coefficients = {"sequence_aux_loss": 1e-2, "global_aux_loss": 3e-3, "z_loss": 1e-3}
     keys = {f"model__moe__{name}": value for name, value in coefficients.items()}
     trainer = trainer_of(folder, world, **keys)
@@ -88,8 +89,9 @@ def test_a_step_that_is_not_taken_leaves_the_load(folder: str, world: Groups) ->
 
 
 def imbalance(logits: Tensor, load_of: Tensor | None = None) -> Tensor:
-    """Return experts times the sum over experts of (share of the load) x (mean score), of logits
-    `[tokens, experts]`; 1 for an equal load. The load comes from the logits `load_of`."""
+    """For logits `[tokens, experts]`, return the number of experts times the sum over experts of
+    (share of the load) x (mean score), which is 1 for an equal load. The load is computed from the
+    logits `load_of`."""
     source = logits if load_of is None else load_of
     chosen = source.sigmoid().topk(2, dim=1).indices
     share = torch.bincount(chosen.flatten(), minlength=4) / chosen.numel()

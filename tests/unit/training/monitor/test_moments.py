@@ -1,4 +1,4 @@
-"""Figures from sums over blocks equal those of whole matrices."""
+"""Metrics computed from sums over blocks equal those of whole matrices."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SHAPES = [(2, 30, 7), (2, 7, 30), (1, 9, 9), (3, 1, 5), (3, 5, 1)]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Use blocks of a few rows, with a shorter last block."""
+    """Use blocks of a few rows, of which the last block is shorter."""
     monkeypatch.setattr(figures, "BLOCK", 40)
 
 

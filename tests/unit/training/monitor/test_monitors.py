@@ -1,4 +1,4 @@
-"""Monitors in whole runs of one process change nothing and write a line per step."""
+"""In whole runs of one process, monitors do not affect training and write one line per step."""
 
 import math
 from pathlib import Path
@@ -28,14 +28,14 @@ from training.step import Trainer
 
 
 def losses(config: Config, world) -> list[float]:
-    """Return the loss of every step of a run."""
+    """Train a run, and return the loss of every step."""
     found: list[float] = []
     train(config, world, on_step=lambda _, result: found.append(result.loss.item()))
     return found
 
 
 def lines(folder: str, name: str = "monitors.jsonl") -> list[dict]:
-    """Return the lines of a file of the run."""
+    """Return the lines of a .jsonl file of the run."""
     return json_lines(Path(folder) / "run" / name)
 
 
@@ -49,7 +49,7 @@ def test_a_run_is_bit_for_bit_the_same_with_monitors(folder, world):
 
 
 ONE_LAYER = 1.001 * 4 * (3 * 64**2 + 96**2) / 2**30
-"""GiB of a layer's float32 Gram matrices, with some room."""
+"""Size of one layer's float32 Gram matrices in GiB, with some margin."""
 
 
 def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
@@ -106,7 +106,8 @@ def test_layers_are_measured_in_turn_within_the_memory(together: int, folder: st
     ids=str,
 )
 def test_condition_numbers_are_of_whole_matrices_of_which_each_weighs_the_same(keys, folder, world):
-    """Heads of q, k and v are parts of one matrix, experts are matrices of one role and layer."""
+    """The heads of q, k and v are parts of one matrix each, while experts are several matrices with
+    one role in one layer."""
     config = tiny_config(folder, "adamw", monitors__interval=1, **keys)
     trainer = build_trainer(config, world, *build_data(config))
     logs: dict[tuple, float] = {}
@@ -127,7 +128,8 @@ def test_condition_numbers_are_of_whole_matrices_of_which_each_weighs_the_same(k
 
 
 def mean_logs(trainer: Trainer) -> dict[tuple, float]:
-    """Return the mean logarithm of the condition numbers of each layer's and role's matrices."""
+    """Return the mean logarithm of the condition numbers of all matrices with the same layer and
+    role."""
     in_graph = {unit.name: weight for unit, weight, *_ in trainer.model.effective_in_graph()}
     parts: dict[tuple, list] = {}
     for unit in trainer.model.units:
@@ -171,8 +173,8 @@ PC = {"pc__level": 4}
     ],
 )
 def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, keys, folder, world):
-    """Test the first of two warm-up steps; the update excludes weight decay. Those of a PC layer
-    are of W."""
+    """Test the first of two warm-up steps. The update does not include weight decay. For PC layers,
+    the spectra are those of W."""
     keys = {**keys, "monitors__interval": 1, "monitors__groups": "[spectra,updates]"}
     config = tiny_config(folder, rule, **keys, optimizer__matrix__weight_decay=decay)
     trainer = build_trainer(config, world, *build_data(config))
@@ -210,7 +212,7 @@ def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, k
 
 
 def kept_of_pc_layers(trainer: Trainer, name: str) -> dict[str, torch.Tensor]:
-    """Return W or an entry of the state of each PC layer that its owner steps."""
+    """Return W, or an entry of the state, for each PC layer that is updated by its owner."""
     kept = {}
     for stack in trainer.optimizer.materialized:
         values = stack.weight if name == "weight" else stack.state[name]
@@ -219,7 +221,7 @@ def kept_of_pc_layers(trainer: Trainer, name: str) -> dict[str, torch.Tensor]:
 
 
 def matrix(trainer: Trainer, unit) -> torch.Tensor:
-    """Return the present stepped weight of a unit, float64."""
+    """Return the current weight that the optimizer updates for a unit, in float64."""
     parameter = unit.view(trainer.model.parameters[unit.parameter])
     return kept_of_pc_layers(trainer, "weight").get(unit.name, parameter).detach().double()
 
@@ -257,7 +259,8 @@ def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
 
 
 def test_alignment_is_that_of_the_gradients_of_successive_steps(folder, world):
-    """The buffers no longer contain the first gradients, which the second step overwrites."""
+    """The buffers no longer contain the gradients of the first step, because the second step
+    overwrites them."""
     config = tiny_config(folder, "muon", monitors__interval=2, monitors__groups="[gradients]")
     trainer = build_trainer(config, world, *build_data(config))
     found: list[dict] = []
@@ -337,7 +340,7 @@ PLACES = {
     "mlp.experts.local_experts.2.linear_fc1": ("experts.2.gate", "experts.2.up"),
     "mlp.experts.local_experts.2.linear_fc2": ("experts.2.down",),
 }
-"""Modules of a layer, and the units of their weights."""
+"""Maps the modules of a layer to the units of their weights."""
 
 
 # torch.compile reads the gradient of every input, also of non-leaves.
@@ -440,7 +443,8 @@ def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
 
 
 def logit(kept: list) -> float:
-    """Return the largest causal score of one micro-batch's queries and keys `[s, b, heads, d]`."""
+    """Return the largest causal attention score for the queries and keys `[s, b, heads, d]` of one
+    micro-batch."""
     q, k = (x.double() for x in kept)
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) / q.shape[-1] ** 0.5
@@ -449,7 +453,7 @@ def logit(kept: list) -> float:
 
 @pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])
 def test_the_norm_that_pc_layers_track_has_the_error_that_an_svd_finds(evaluator, folder, world):
-    """The reference uses u, v and W saved at the end of the previous step."""
+    """The reference uses u, v and W as saved at the end of the previous step."""
     config = tiny_config(
         folder,
         "adamw",
@@ -494,7 +498,7 @@ SINGLE = {"monitors__inspection_gib": 1e-9}
 
 
 def test_a_budget_spreads_inspection_over_rounds(folder, world):
-    """All figures equal those of a joint inspection, in less memory."""
+    """All metrics equal those of a joint inspection, but take less memory."""
     found, peaks = [], []
     for keys in ({}, {"monitors__inspection_gib": 3e-4}, SINGLE):
         config = tiny_config(folder, "muon", monitors__interval=2, **SMALL, **FEW_BUFFERS, **keys)

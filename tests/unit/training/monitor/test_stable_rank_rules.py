@@ -1,6 +1,6 @@
-"""Rules of stable ranks at initialisation, tested in whole models by float64 SVD.
+"""Rules for stable ranks at initialisation, tested in whole models with float64 SVDs.
 
-The rules are those of table 1 of "When do spectral gradient updates help in deep learning?". The
+The rules are from table 1 in "When do spectral gradient updates help in deep learning?". The
 theorems of its section 3 bound the stable rank after a block by a constant times the stable rank
 before it, and the effect of Gaussian weights by (1 + e) / (1 - e). e = 1/4 is for the 64 to 512
 rows here: norms of Gaussian matrices of k rows deviate by a multiple of k^-0.5.
@@ -29,14 +29,14 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def column_norms(matrix: Tensor) -> Tensor:
-    """Return squared norms of the tokens' vectors."""
+    """Return the squared norm of each token's vector."""
     return matrix.double().square().sum(0)
 
 
 @pytest.fixture(params=["relu2", "swiglu"])
 def forward(request, world, folder) -> tuple[str, Kept, dict[str, Tensor]]:
-    """Return the activation function, `[features, tokens]` before and after each module of one
-    forward pass at Gaussian initialisation, and the weights."""
+    """The name of the activation function, the inputs and outputs `[features, tokens]` of each
+    module in one forward pass at Gaussian initialisation, and the weights."""
     keys = GPT | {"model__kv_heads": 4, "model__ffn": 4 * HIDDEN, "model__layers": LAYERS}
     init = {"model__init__spectral": False, "model__init__std": "null"}
     config = tiny_config(folder, "adamw", **keys | init | {"model__activation": request.param})
@@ -66,7 +66,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def test_a_linear_map_keeps_the_stable_rank(forward) -> None:
-    """Test theorem 3.1 for q, k and v together and for up (and gate)."""
+    """Test theorem 3.1 for q, k and v together, and for up (and gate)."""
     _, kept, _ = forward
     places = [name for name in kept if name.endswith(("linear_qkv", "linear_fc1"))]
     assert len(places) == 2 * LAYERS
@@ -115,7 +115,8 @@ def test_a_residual_connection_keeps_the_least(forward) -> None:
 
 def test_an_activation_function_bounds_it(forward) -> None:
     """The bound is E f^2 / (E f)^2 = 6 for squared ReLU, whose mean is not 0 (section 2.2), and
-    kappa^-2 st(X) for SwiGLU (theorem 3.8), with kappa = E silu(g) = 0.2066 of Gaussian gates."""
+    kappa^-2 st(X) for SwiGLU (theorem 3.8), with kappa = E silu(g) = 0.2066 for Gaussian gates g.
+    """
     activation, kept, _ = forward
     for layer in range(LAYERS):
         place = f"decoder.layers.{layer}.mlp"
@@ -127,8 +128,8 @@ def test_an_activation_function_bounds_it(forward) -> None:
 
 
 def test_what_feeds_the_blocks_stays_below_the_token_indicators(forward) -> None:
-    """Test corollary 5.2: from the embedding on, the stable rank equals the tokens' up to
-    constants, and does not grow with the depth."""
+    """Test corollary 5.2: from the embedding on, the stable rank equals that of the tokens up to
+    constants, and does not grow with depth."""
     activation, kept, _ = forward
     inputs = [kept[f"decoder.layers.{i}.self_attention.linear_qkv"][0] for i in range(LAYERS)]
     ranks = [stable_rank(each) for each in inputs]

@@ -1,4 +1,4 @@
-"""By default monitors cost at most 1% of a run, by the model of plans."""
+"""By default, monitors cost at most 1% of the run time, according to the time model of plans."""
 
 from dataclasses import replace
 

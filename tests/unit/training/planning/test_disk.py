@@ -1,4 +1,4 @@
-"""The disk that a plan states for checkpoints."""
+"""The disk space that a plan shows for checkpoints."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ from training.planning.plan_screen import checkpoint_bytes, checkpoints_text
 from training.run import train
 
 WIDE = {"model__hidden": 256, "model__ffn": 768, "checkpoint__interval": 1}
-"""A model next to whose tensors their names in the file are small."""
+"""A model that is large enough for the names in a checkpoint file to be small compared with the
+tensors."""
 SHORT = {"train__exit_step": 1, "train__global_batch": 2, "validation__samples": 1}
 WITH_PC = {"pc__level": 2}
 

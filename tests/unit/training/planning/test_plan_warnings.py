@@ -1,4 +1,5 @@
-"""Plans, searches and rehearsals warn about paths that a run needs and that do not exist here."""
+"""Plans, searches and rehearsals warn about paths that a run needs but that do not exist on this
+machine."""
 
 from pathlib import Path
 

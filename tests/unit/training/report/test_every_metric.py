@@ -1,4 +1,4 @@
-"""Every metric of a run against an independent computation here or in another test."""
+"""Every metric of a run is compared with an independent computation here or in another test."""
 
 import math
 import re
@@ -18,14 +18,15 @@ from training.monitor.matrix_figures import global_figures
 from training.run import train
 
 STEPS, LAST, CLIP, BATCH, LENGTH = 30, 20, 0.5, 8, 32
-"""Steps of the schedule, of which the run takes the first `LAST`; and other settings."""
+"""Number of steps in the schedule, of which the run takes the first `LAST`, and other settings."""
 SIZES = {"a": 2.0, "b": 3.0}
-"""Loss per bit per byte of each validation set."""
+"""Loss in bits per byte, divided by the loss in nats, for each validation set."""
 Line = dict[str, Any]
 
 
 def rate(line: Line, group: str, config: Config) -> float:
-    """Return the rate of a step: two steps of warm-up, then a cosine to a tenth."""
+    """Return the learning rate of a step: two warm-up steps, then a cosine to a tenth of the
+    peak."""
     index = line["step"] - 1
     if index < 2:
         factor = (index + 1) / 2
@@ -36,8 +37,8 @@ def rate(line: Line, group: str, config: Config) -> float:
 
 
 def flops_per_token(config: Config) -> float:
-    """Return six FLOPs per active weight of a product, with the vocabulary padded to 128, plus
-    causal attention."""
+    """Return six FLOPs per active weight in a matmul, with the vocabulary padded to 128, plus the
+    FLOPs of causal attention."""
     model = config.model
     width, head = model.hidden, model.hidden // model.heads
     attention = width * head * (2 * model.heads + 2 * model.kv_heads)
@@ -66,7 +67,7 @@ CHECKED: dict[str, Callable[[Line, re.Match[str], Config], float]] = {
     ),
     r"moe/max_vio": lambda line, *_: line["moe/max_vio/1"],  # of the only layer with experts
 }
-"""Values of metrics by name."""
+"""Functions that compute the expected values of metrics, by pattern of the name."""
 
 ELSEWHERE = {
     r"train/loss|val/\w+/loss": "parity/, on the same weights",
@@ -77,12 +78,12 @@ ELSEWHERE = {
     r"monitor/.*|pc/gamma/m..": "`aggregates`, from the figures of unit/training/monitor/",
     r"penalty/(?!on).*": "unit/training/test_penalty_schedule.py",
 }
-"""Tests of other metrics, or their unit."""
+"""Maps patterns of other metrics to the tests that check them, or to their units."""
 
 
 def aggregates(monitored: Line) -> dict[str, float]:
-    """Return the metrics that a line of monitors.jsonl gives, without condition numbers of whole
-    matrices."""
+    """Return the metrics computed from a line of monitors.jsonl, without the condition numbers of
+    whole matrices."""
     values: dict[str, list[float]] = {}
     inside = {"spectral_norm": [], "applied_rms": [], "criterion_ratio": [], "pc_norm_error": []}
     for unit in monitored["units"].values():
@@ -146,8 +147,8 @@ def test_every_metric_is_what_its_name_says(folder: str, world, monkeypatch) -> 
 
 
 def test_figures_of_the_model_leave_out_matrices_without_them() -> None:
-    """Matrices lack figures if layers are measured in turn; the largest error is that of either
-    sign."""
+    """Matrices lack some metrics if layers are measured in rotation. The largest error is the error
+    with the largest magnitude."""
     records = [
         {"role": "q", "layer": 0, "criterion_ratio": 2.0, "radius_error": 0.25},
         {"role": "q", "layer": 1, "criterion_ratio": 0.5, "radius_error": -0.5},

@@ -1,4 +1,4 @@
-"""Metrics: every line of the file is JSON, and the console line contains the known values."""
+"""Every line of metrics.jsonl is JSON, and the console line contains the known values."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def test_every_line_is_json_and_floats_come_back_exactly(tmp_path_factory, rows)
 
 
 def test_performance_of_a_known_case() -> None:
-    """Test a 1B model (6 FLOPs per parameter and token) at 40% of 8 H100s."""
+    """Test a 1B model (6 FLOPs per parameter and token) at 40% of the peak of 8 H100s."""
     figures = {"devices": 8, "flops_per_token": 6e9, "peak": 989e12}
     rate = 0.4 * 8 * 989e12 / 6e9
     metrics = performance(tokens=1000, seconds=1000 / rate, **figures)

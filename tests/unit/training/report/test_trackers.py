@@ -1,4 +1,4 @@
-"""Trackers get every reported step, continue with the run, and cannot stop it."""
+"""Trackers get every reported step, continue when the run resumes, and cannot stop the run."""
 
 import shutil
 import sys
@@ -17,7 +17,7 @@ from training.run import train
 
 @pytest.fixture
 def service(monkeypatch) -> SimpleNamespace:
-    """A stand-in for wandb that records the arguments of its runs."""
+    """A fake wandb that records the arguments of its runs."""
     runs: list[dict[str, Any]] = []
 
     def init(**settings: Any) -> SimpleNamespace:
@@ -35,7 +35,7 @@ def service(monkeypatch) -> SimpleNamespace:
 
 @pytest.fixture
 def config(folder):
-    """Return a short run's config; keywords are its keys."""
+    """A function that returns the config of a short run. Keywords are config keys."""
 
     def make(*trackers: str, **keys: Any) -> Config:
         common = {"train__steps": 4, "log__interval": 2, "train__micro_batch": 8}
@@ -83,7 +83,7 @@ def test_a_copy_of_a_run_is_tracked_as_another(config, world, service, tmp_path)
 
 
 def test_the_folder_of_a_later_start_offline_has_all_steps(config, world, service, monkeypatch):
-    """In `wandb sync` this folder replaces those of earlier starts."""
+    """In `wandb sync`, the folder of the last start replaces the folders of earlier starts."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     keys = {"checkpoint__interval": 1, "log__interval": 1}
     for stop in (1, 3, 4):

@@ -1,4 +1,4 @@
-"""Warnings of a run about new events."""
+"""The warnings of a run cover new events only."""
 
 import re
 from contextlib import closing
@@ -15,7 +15,7 @@ from training.run_log import WARNINGS, RunLog
 
 @pytest.mark.parametrize("name", WARNINGS)
 def test_a_warning_counts_the_events_since_the_last_report(name: str, folder: str) -> None:
-    """A run continues after one event."""
+    """The run resumes after one event."""
     config = tiny_config(folder, "adamw")
     Path(config.run.dir).mkdir()
     data, _ = build_data(config)
