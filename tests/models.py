@@ -71,8 +71,8 @@ def initialized(
 ) -> tuple[list[Unit], dict[str, Tensor]]:
     """Return the units of `model` on one rank, and their initialised float64 parameters.
 
-    The rank is given as (rank, size) among the ranks that share dense matrices and among those that
-    share experts. `options` are passed to `all_units`.
+    The rank is given as (rank, size) among the ranks that share dense matrices and among the ranks
+    that share experts. `options` are passed to `all_units`.
     """
     if model.moe is not None:
         options["expert_tensor"] = expert_tensor[1]

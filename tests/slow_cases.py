@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return pytest parameters for `cases` (tuples for several parameters), marking those not in
+    """Return pytest parameters for `cases` (tuples for several parameters), marking cases not in
     `fast` as slow."""
     return [
         pytest.param(

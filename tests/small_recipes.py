@@ -56,13 +56,13 @@ LARGEST = {
 """Models that differ from a larger model only in size, so that their scaled-down recipes are the
 same."""
 UNLIKE_LARGE = ("tiny_annealed_sso", "tiny_documents_muon", "tiny_gemma2_sso", "tiny_sso")
-"""Tiny recipes that are not just a float32 version of a large recipe, plus one that is."""
+"""Tiny recipes that are not just a float32 version of a large recipe, plus one recipe that is."""
 NUMBER = re.compile(r" \S+=[0-9.e-]+(?= |$)")
 
 
 def distinct(runs: Iterable[str]) -> list[str]:
-    """Filter runs (recipes with overrides), dropping those that differ from an earlier one only in
-    sizes, learning rates and other numbers, as well as tiny versions of large recipes."""
+    """Filter runs (recipes with overrides). Drop runs that differ from an earlier run only in
+    sizes, learning rates and other numbers, and tiny versions of large recipes."""
     found: dict[str, str] = {}
     for run in sorted(runs):
         if run.startswith("tiny_") and run not in UNLIKE_LARGE:

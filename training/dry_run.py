@@ -162,7 +162,8 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     operands = "fp8" if train.fp8 is not None else train.precision
     if operands not in device.peak:
         raise ConfigError(
-            f"train.fp8 must be null on {device.name}, got {train.fp8}: the GPU has no fp8"
+            f"train.fp8 must be null on {device.name}, got {train.fp8}: this GPU does not support "
+            "fp8"
         )
     inputs = PlanInputs(
         **vars(parallel.layout),
@@ -229,7 +230,7 @@ def rule_operands(config: Config) -> str:
 
 
 def device_named(text: str) -> Device:
-    """Return the device named `text`, or the one described by the YAML file `text`.
+    """Return the device named `text`, or the device described by the YAML file `text`.
 
     Values missing from the file are taken from the device named by its key `base`. Without `base`,
     missing values are taken from h100, and a note in the device's name says so. The device's name

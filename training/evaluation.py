@@ -1,8 +1,8 @@
 """Validation loss and multiple-choice task accuracy, computed by forward passes on any layout.
 
 Each window of a validation set counts once. Each choice in a task is a separate sequence. Sequences
-are grouped by length, so that short ones are not padded to a full window, and distributed across
-data-parallel ranks. Causal attention hides the padding.
+are grouped by length, so that short sequences are not padded to a full window, and distributed
+across data-parallel ranks. Causal attention hides the padding.
 """
 
 import math

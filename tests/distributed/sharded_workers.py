@@ -206,7 +206,7 @@ def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
     """For each (how, rules, PC layers) and rule, return the weights after three steps, and the
     matrices that this rank steps in the last step.
 
-    Matrices are exchanged in two step groups. The workspace fits one square matrix.
+    Matrices are exchanged in two step groups. The workspace holds one square matrix.
     """
     shared_matrices.STEP_GROUP_NUMEL = 700
     WORKSPACE_ELEMENTS["cpu"] = 150

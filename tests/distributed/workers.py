@@ -264,7 +264,7 @@ def optimizer_steps(
 ) -> list[dict[str, torch.Tensor]]:
     """For every variant (see `units_after`), return this rank's whole units after `steps` steps.
 
-    On several ranks, the workspace fits two heads, or one larger matrix.
+    On several ranks, the workspace holds two heads, or one larger matrix.
     """
     layout_groups = start({**layout, "sequence": False})
     if dist.get_world_size() > 1:

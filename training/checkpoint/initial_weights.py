@@ -30,12 +30,12 @@ from training.json_file import read_json
 
 TOKENIZER = "tokenizer.json"
 OFF_RADIUS = 0.05
-"""Relative deviation of a norm from its radius that is too large to come from a sphere rule."""
+"""Relative deviation from the radius above which a norm cannot result from a sphere rule."""
 
 
 class InitialWeights:
-    """Units and buffers of a config's model, read from a checkpoint. The checkpoint may use a
-    layout and a split into units that differ from those of the config."""
+    """Units and buffers of a config's model, read from a checkpoint. The checkpoint's layout and
+    split into units may differ from the config's."""
 
     def __init__(
         self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool

@@ -204,9 +204,9 @@ def announced(
 ) -> list[str]:
     """Return a message for each accepted change since the checkpoint that affects metrics.
 
-    The messages cover allowed kinds, and the resulting change of the learning rate; validation,
-    tasks and spike detection; and everything that affects rounding or speed: layout, micro-batch,
-    implementations, and the software and device in `machine`.
+    The messages cover changes of allowed kinds and the resulting change of the learning rate;
+    changes of validation, tasks and spike detection; and changes that affect rounding or speed:
+    layout, micro-batch, implementations, and the software and device in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -421,7 +421,8 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
 def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
     """Return the steps of the checkpoints that a run may resume from, in order of preference.
 
-    Raises ResumeError if the requested step has no checkpoint, or if only broken ones are left.
+    Raises ResumeError if the requested step has no checkpoint, or if only broken checkpoints are
+    left.
     """
     there = checkpoints.steps(run_dir)
     if resume != "latest":

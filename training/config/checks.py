@@ -199,10 +199,12 @@ def _stages(config: Config) -> Check:
     if not others:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
     stages = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items())
-    rule = (
-        f"must leave the same number of layers, at least one, for each of the remaining stages "
-        f"({others}), given {stages}"
+    share = (
+        "at least one layer for the remaining stage"
+        if others == 1
+        else f"the same number of layers, at least one, for each of the {others} remaining stages"
     )
+    rule = f"must leave {share}, given {stages}"
     return "model.layers", rest < others or rest % others, rule
 
 

@@ -1,9 +1,9 @@
 """Hashes of whole files and of the blocks of token files. Blocks are verified when they are first
 used.
 
-NAME.blocks stores a 16-byte BLAKE2b hash for each 64 KiB block of NAME.bin, which takes 0.02% of
-the size of NAME.bin. A hash of the whole file would be just as safe, but verifying it would require
-reading the whole file.
+NAME.blocks stores a 16-byte BLAKE2b hash for each 64 KiB block of NAME.bin, and is 0.02% as large
+as NAME.bin. A hash of the whole file would be just as safe, but verifying it would require reading
+the whole file.
 """
 
 import hashlib

@@ -254,13 +254,13 @@ class TokenSet:
         return hashes
 
     def max_token(self) -> int:
-        """Return the largest token id: the one listed in the manifest or, without a manifest, the
-        one found by scanning the set."""
+        """Return the largest token id, from the manifest or, without a manifest, from a scan of the
+        set."""
         return self._scanned[1] if self.entry is None else self.entry.max_token
 
     def min_token(self) -> int:
-        """Return the smallest token id: 0 with a manifest; without one, the one found by scanning
-        the set."""
+        """Return the smallest token id: 0 with a manifest, otherwise the result of a scan of the
+        set."""
         return self._scanned[0] if self.entry is None else 0
 
     @cached_property

@@ -88,8 +88,9 @@ class ValidationData:
         return float(token_bytes[tokens].sum())
 
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """Compute `_target_bytes` by decoding the targets. If the other tokens are fewer and the
-        manifest lists the bytes in the whole set, decode those instead and subtract their bytes."""
+        """Compute `_target_bytes` by decoding the targets. If the set has fewer other tokens than
+        targets and the manifest lists the bytes in the whole set, decode the other tokens instead
+        and subtract their bytes."""
         end, size = self.target_tokens + 1, self.set.tokens
         if entry is None or end - 1 < size - end:
             return decoded_bytes(tokenizer, self.set.document_parts(1, end))

@@ -73,7 +73,7 @@ class UpdateHistory:
         owns.
 
         Collective over the ranks of the stage. When the next result is requested, the weights in
-        the previous one are freed.
+        the previous result are freed.
         """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]

@@ -104,8 +104,8 @@ def with_known_kernels(config: Config) -> Config:
 
 
 def last_step(config: Config) -> int:
-    """Return the last step of a rehearsal, which is monitored. At least one plain step precedes it
-    and, with a CUDA graph, one replay."""
+    """Return the last step of a rehearsal, which is monitored. At least one plain step and, with a
+    CUDA graph, one replay come before this step."""
     compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)

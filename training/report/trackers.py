@@ -33,7 +33,7 @@ class WandbTracker:
     """Logs to Weights & Biases under the run id. A resumed run keeps its id.
 
     The step is logged as a separate metric, `progress/step`: a run resumed from a checkpoint
-    repeats some steps, but wandb rejects a step that is lower than the last one. An offline run
+    repeats some steps, but wandb rejects a step that is lower than the last step. An offline run
     writes a new folder at each start. Because a later folder replaces the earlier ones in `wandb
     sync`, each folder also contains all earlier steps.
     """

@@ -1,4 +1,4 @@
-"""Symmetric matmuls in the library. On a CPU, large ones are computed in blocks of rows."""
+"""Symmetric matmuls in the library. On a CPU, large matmuls are computed in blocks of rows."""
 
 from collections.abc import Callable
 

@@ -33,8 +33,8 @@ REFUSED = [
     ),
     (
         ["parallel={pipeline: 3, first_stage_layers: 1}"],
-        "model.layers must leave the same number of layers, at least one, for each of the "
-        "remaining stages (2), given parallel.first_stage_layers = 1, got",
+        "model.layers must leave the same number of layers, at least one, for each of the 2 "
+        "remaining stages, given parallel.first_stage_layers = 1, got",
     ),
     (
         ["parallel={pipeline: 2, first_stage_layers: 2, last_stage_layers: 1}"],
@@ -42,7 +42,7 @@ REFUSED = [
     ),
     (
         ["parallel={pipeline: 2, first_stage_layers: 4}"],
-        "for each of the remaining stages (1), given parallel.first_stage_layers = 4, got",
+        "at least one layer for the remaining stage, given parallel.first_stage_layers = 4, got",
     ),
     (["train.fp8=hybrid"], "train.fp8 = 'hybrid' requires precision bf16"),
     (
