@@ -421,8 +421,8 @@ def test_every_file_of_a_tokenizer_counts_in_the_fingerprint(inputs: Path, tmp_p
 
 
 def test_the_manifest_states_the_inputs_that_were_read(inputs: Path, tmp_path: Path) -> None:
-    """For a set with a token limit, the manifest lists only the inputs up to the limit. The limit is
-    reached with the last token of the first input, or one token later."""
+    """For a set with a token limit, the manifest lists only the inputs up to the limit. The limit
+    is reached with the last token of the first input, or one token later."""
     tokenizer = Tokenizer.from_file(str(inputs / "tokenizer.json"))
     documents = tokenizer.encode_batch(rows(0, 40))
     order = [file_sha256(inputs / f"web/{i}.jsonl") for i in range(5)]

@@ -303,7 +303,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_pa
     [
         (lambda folder: patch(folder / "tokens.train.bin", 9, b"\7"), "bytes 0 to 65536"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json must have"),
-        (lambda folder: (folder / "tokens.train.idx").unlink(), "no file"),
+        (lambda folder: (folder / "tokens.train.idx").unlink(), "does not exist"),
         (lambda folder: patch(folder / "tokens.train.blocks", 0, b"7"), "blocks is corrupt"),
     ],
 )

@@ -20,7 +20,7 @@ from training.run import train
 STEPS, LAST, CLIP, BATCH, LENGTH = 30, 20, 0.5, 8, 32
 """Number of steps in the schedule, of which the run takes the first `LAST`, and other settings."""
 SIZES = {"a": 2.0, "b": 3.0}
-"""Loss in bits per byte, divided by the loss in nats, for each validation set."""
+"""Loss divided by the bits per byte, for each validation set."""
 Line = dict[str, Any]
 
 
