@@ -263,13 +263,13 @@ def test_the_length_of_runs_is_a_share_of_the_full_length(study_file):
     study = replace(
         read_study(study_file),
         full={"train.steps": 80, "schedule.warmup_steps": 8},
-        curve=Curve(variant="lr", shares=[0.25, 2.0], seeds=[3, 4]),
+        curve=Curve(variant="lr", shares=[0.58, 2.0], seeds=[3, 4]),
     )
     study, extra = shortened(study, ["train.steps=40", "model.layers=2"])
     assert extra == ["model.layers=2"]
     runs = curve_runs(study, Outcome({"lr": ["optimizer.matrix.lr=0.5"]}, []), extra)
     expected = {"model.layers": "2", "optimizer.matrix.lr": "0.5"}
-    for share, steps, warmup in ((0.25, "10", "2"), (2.0, "80", "16")):
+    for share, steps, warmup in ((0.58, "23", "5"), (2.0, "80", "16")):
         for seed, run in zip(("3", "4"), runs[share], strict=True):
             length = {"train.steps": steps, "schedule.warmup_steps": warmup, "seed": seed}
             assert settings(run.overrides).items() >= (expected | length).items()

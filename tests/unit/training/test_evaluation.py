@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models.layout import Layout
 from scripts.huggingface.export import export
 from scripts.plot import main as plot
 from tests.run_configs import MIXTURE, read_config, tiny_config
@@ -30,7 +32,7 @@ from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples, read_task
 from training.data.token_bytes import open_tokenizer
 from training.errors import ConfigError, DataError
-from training.evaluation import Interrupted, log_likelihoods
+from training.evaluation import SHORTEST, Interrupted, lengths, log_likelihoods
 from training.loop import Hooks, Loop
 from training.planning.plan_commands import dry_run
 from training.run import agreed_facts, train
@@ -340,6 +342,16 @@ def test_only_requests_longer_than_a_window_and_its_label_are_cut(tokens, tmp_pa
     read = partial(read_task, "t", file, tokenizer, vocab_size=300, end_token=None)
     longest = max(len(request.tokens) for request in read(window=100).requests)
     assert [read(window=longest - cut).cut for cut in (1, 2)] == [0, 1]
+
+
+def test_sequences_have_the_lengths_that_a_layout_can_split() -> None:
+    """Each context rank holds two equal chunks, which tensor-parallel ranks split."""
+    for tensor, context, window in product((1, 2, 8), (1, 2, 4), (64, 96, 2048)):
+        found = lengths(Layout(tensor=tensor, context=context), window)
+        assert found[-1] == window and all(2 * a == b for a, b in pairwise(found))
+        half, chunks = found[0] / 2, context * max(tensor, min(context, 2))
+        assert all(length % chunks == 0 for length in found)
+        assert half % chunks or half < SHORTEST
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_not_used(tokens, tmp_path):
