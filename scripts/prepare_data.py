@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ _DEMO_FRACTION = Fraction(1, 20)
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the data. Return 0 on success, 1 if a worker was killed."""
+    """Prepare the data."""
     options = parse(arguments)
     output = real_path(Path(options.output))
     target = output if options.shard is None else options.shard.folder(output)
@@ -48,8 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         over = f"; to start over, delete {target}.preparing"
         resumable = not isinstance(error, ProgressError)
         return fail(f"{error}{_kept(target, '') if resumable else over}", code=2)
-    except BrokenProcessPool:
-        return fail(f"a worker process was killed, perhaps out of memory{_kept(target)}", code=1)
     except OSError as error:
         return fail(f"{described(error, options.output)}{_kept(target)}", code=2)
     except KeyboardInterrupt:
@@ -395,7 +392,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--workers",
         type=whole_number(),
         default=len(os.sched_getaffinity(0)),
-        help="number of encoding processes; does not affect the result (default: %(default)s)",
+        help="number of encoding threads; does not affect the result (default: %(default)s)",
     )
     return parser.parse_intermixed_args(arguments)
 

@@ -1,25 +1,14 @@
-"""Encode documents in order with several processes, and decode a sample of them as a check.
-Workers import this module and the main script, so neither may import torch.
-"""
+"""Encode documents in order with several threads, and decode a sample of them as a check."""
 
 import os
-import signal
-import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import chain, islice
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +16,13 @@ from tokenizers import Tokenizer
 
 from scripts.command import counted
 from scripts.data.sources import Position
+from training.data.token_bytes import open_tokenizer
 from training.errors import DataError
 
 _CHUNK_CHARACTERS = 1 << 18
 DECODED: Final = 1000
 ONE_IN: Final = 64
-_CHUNKS_PER_WORKER = 4  # queued chunks: enough to keep workers busy without using much memory
+_CHUNKS_PER_THREAD = 4  # queued chunks: enough to keep threads busy without using much memory
 
 
 @dataclass(frozen=True)
@@ -43,21 +33,27 @@ class Encoder:
     eod_id: int
     dtype: str
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. It encodes texts in full, and releases Python's lock meanwhile."""
+        tokenizer = open_tokenizer(self.path)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
     def encode(self, texts: list[str], sample: range = range(0)) -> "EncodedChunk":
         """Encode texts, append EOD to each, and decode those whose indices are in `sample`.
 
         Text that looks like a special token is encoded as plain text, so documents cannot forge an
         EOD.
         """
-        tokenizer = _load(self.path)
-        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         documents = [[*encoding.ids, self.eod_id] for encoding in encodings]
         return EncodedChunk(
             tokens=np.concatenate([np.array(each, dtype=self.dtype) for each in documents]),
             lengths=[len(each) for each in documents],
             bytes=[len(text.encode("utf-8")) for text in texts],
             decoded=[
-                (texts[i], tokenizer.decode(encodings[i].ids, skip_special_tokens=False))
+                (texts[i], self.tokenizer.decode(encodings[i].ids, skip_special_tokens=False))
                 for i in sample
             ],
         )
@@ -79,92 +75,22 @@ class EncodedChunk:
         yield from zip(pieces, self.bytes, strict=True)
 
 
-@lru_cache(maxsize=1)
-def _load(path: Path) -> Tokenizer:
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-class Workers:
-    """Process pool for encoding documents, started by the first call with more than one chunk.
-    A single chunk is encoded in this process, as are all chunks if there is only one worker.
-
-    On exit, the context manager shuts down the pool and unloads the tokenizer, because another
-    tokenizer may later be written to the same path.
-
-    Each worker process has its own pipe, served by a thread in the parent process. The workers of a
-    ProcessPoolExecutor share a pipe, and it hangs if a worker is killed while writing a result.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._threads = ThreadPoolExecutor(count)
-        self._processes: list[BaseProcess] = []
-        self._idle: SimpleQueue[Connection[Any, Any]] = SimpleQueue()
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._threads.shutdown()
-        _load.cache_clear()
-
-    def encode(
-        self, documents: Iterable[tuple[Position, str]], encoder: Encoder
-    ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-        """Yield encoded documents with their positions, preserving their order."""
-        chunks = _sampled(_chunked(documents))
-        first = list(islice(chunks, 2))
-        chunks = chain(first, chunks)
-        if self.count == 1 or len(first) < 2:
-            for positions, texts, sample in chunks:
-                yield positions, encoder.encode(texts, sample)
-            return
-        pending: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
+def encoded(
+    documents: Iterable[tuple[Position, str]], encoder: Encoder, threads: int
+) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
+    """Yield encoded documents with their positions, preserving their order."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread encodes its chunk on one core
+    pending: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
         try:
-            for positions, texts, sample in chunks:
-                if len(self._processes) < self.count:
-                    self._start()
-                future = self._threads.submit(self._encoded, encoder, texts, sample)
-                pending.append((positions, future))
-                if len(pending) >= self.count * _CHUNKS_PER_WORKER:
+            for positions, texts, sample in _sampled(_chunked(documents)):
+                pending.append((positions, pool.submit(encoder.encode, texts, sample)))
+                if len(pending) >= threads * _CHUNKS_PER_THREAD:
                     yield _result(pending)
             while pending:
                 yield _result(pending)
         finally:
-            for _, future in pending:
-                future.cancel()
-
-    def _start(self) -> None:
-        """Start a worker process, and add the parent's end of its pipe to the idle pipes."""
-        context = get_context("spawn")
-        pipe, end = context.Pipe()
-        process = context.Process(target=_work, args=(end,), daemon=True)
-        process.start()
-        end.close()  # so that the pipe is closed when the worker exits
-        self._processes.append(process)
-        self._idle.put(pipe)
-
-    def _encoded(self, encoder: Encoder, texts: list[str], sample: range) -> EncodedChunk:
-        """Encode texts in an idle process. Raises BrokenProcessPool if the process has died."""
-        pipe = self._idle.get()
-        try:
-            pipe.send((encoder, texts, sample))
-            result: EncodedChunk | Exception = pipe.recv()
-        except (EOFError, OSError):
-            raise BrokenProcessPool("a worker process has ended") from None
-        finally:
-            self._idle.put(pipe)
-        if isinstance(result, Exception):
-            raise result
-        return result
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _result(
@@ -203,21 +129,6 @@ def _chunked(
             positions, texts, size = [], [], 0
     if texts:
         yield positions, texts
-
-
-def _work(pipe: "Connection[Any, Any]") -> None:
-    """Encode texts from a pipe until its other end is closed. Use one thread and ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with suppress(EOFError, OSError):  # raised once the parent process has exited
-        while True:
-            encoder, texts, sample = pipe.recv()
-            try:
-                result = encoder.encode(texts, sample)
-            except Exception as error:
-                error.add_note(traceback.format_exc())
-                result = error
-            pipe.send(result)
 
 
 LARGEST: Final = 0.01

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from parallel.disk import delete, sync
 from scripts.command import counted
 from scripts.data.document_files import numbered_documents, read_documents
-from scripts.data.encoding import EncodedChunk, Encoder, RoundTrip, Workers
+from scripts.data.encoding import EncodedChunk, Encoder, RoundTrip, encoded
 from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.plan import (
     TOKENIZER_BYTES,
@@ -83,8 +83,8 @@ def prepare(
         print(f"joining {counted(len(shards.folders), 'shard')} in {shards_folder(output)}")
     key = " ".join([fingerprint, *preparation.hub_identities()])
     check = partial(check_replaceable, output, overwrite)
-    with AtomicFolder(output, check, key) as folder, Workers(workers) as pool:
-        pipeline, tokenizer = _begin(preparation, folder, pool, shards=shards)
+    with AtomicFolder(output, check, key) as folder:
+        pipeline, tokenizer = _begin(preparation, folder, workers, shards=shards)
         manifest = Manifest(
             folder=output,
             sets=_write_sets(pipeline, identities),
@@ -121,8 +121,8 @@ def prepare_shard(
     if existing is not None and existing.key == key:
         return existing
     check = partial(_check_free, target, overwrite)
-    with AtomicFolder(target, check, key) as folder, Workers(workers) as pool:
-        pipeline, _ = _begin(preparation, folder, pool, shard=shard)
+    with AtomicFolder(target, check, key) as folder:
+        pipeline, _ = _begin(preparation, folder, workers, shard=shard)
         _write_shard(pipeline)
         entry = ShardEntry(
             key=key,
@@ -141,7 +141,7 @@ def prepare_shard(
 def _begin(
     preparation: Preparation,
     folder: AtomicFolder,
-    pool: Workers,
+    workers: int,
     *,
     shard: Shard = WHOLE,
     shards: Shards | None = None,
@@ -164,7 +164,7 @@ def _begin(
     saver.save(progress)
     dtype = token_dtype(tokenizer.vocab_size)
     encoder = Encoder(folder.path / TOKENIZER_FILE, tokenizer.eod_id, dtype)
-    pipeline = Pipeline(preparation, folder, progress, saver, encoder, pool, shard, shards)
+    pipeline = Pipeline(preparation, folder, progress, saver, encoder, workers, shard, shards)
     return pipeline, tokenizer
 
 
@@ -244,7 +244,8 @@ class Pipeline:
     preparation  the preparation
     folder       the folder to write
     progress     position and counts, saved by `saver`
-    encoder      the encoder run by `pool`
+    encoder      the encoder, run by threads
+    workers      number of these threads
     shards       shards with documents that are already encoded; None: encode all documents
     blank        number of blank documents skipped in the current portion, by input
     """
@@ -254,7 +255,7 @@ class Pipeline:
     progress: Progress
     saver: Saver
     encoder: Encoder
-    pool: Workers
+    workers: int
     shard: Shard
     shards: Shards | None
     blank: Counter[str] = field(default_factory=Counter)
@@ -325,7 +326,7 @@ class Pipeline:
 
         reading = self.preparation.reading
         documents = numbered_documents(inputs, reading, start, owns, self.blank)
-        with closing(documents), closing(self.pool.encode(documents, self.encoder)) as chunks:
+        with closing(documents), closing(encoded(documents, self.encoder, self.workers)) as chunks:
             yield from chunks
 
 

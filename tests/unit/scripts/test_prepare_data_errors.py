@@ -2,14 +2,10 @@
 line."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pyarrow
@@ -17,9 +13,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from scripts.data import encoding, preparation
-from scripts.data.encoding import Encoder, Workers
-from scripts.data.sources import Position
+from scripts.data import preparation
 from scripts.prepare_data import main
 from tests.cluster.network import until
 from tests.run_results import hashes
@@ -88,14 +82,13 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "code", "message"),
+    ("number", "code", "message"),
     [
-        ("run killed", -signal.SIGKILL, ""),
-        ("worker killed", 1, "error: a worker process was killed"),
-        ("interrupted", 130, "interrupted: nothing was written"),
+        (signal.SIGKILL, -signal.SIGKILL, ""),
+        (signal.SIGINT, 130, "interrupted: nothing was written"),
     ],
 )
-def test_ended_run_leaves_no_output_and_no_process(end, code, message, tokenizer, root, tmp_path):
+def test_ended_run_leaves_no_output(number, code, message, tokenizer, root, tmp_path) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", TEXTS * 2000)
     out = tmp_path / "out"
     command = [f"set={source}", "--tokenizer", str(tokenizer), "--workers", "2",
@@ -109,47 +102,15 @@ def test_ended_run_leaves_no_output_and_no_process(end, code, message, tokenizer
     )
     written = tmp_path / "out.preparing/set.train.bin"
     until(lambda: written.exists() and written.stat().st_size > 0, "written tokens")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-    assert len(workers) == 2
-    number = signal.SIGINT if end == "interrupted" else signal.SIGKILL
-    os.kill(int(workers[0]) if end == "worker killed" else process.pid, number)
+    process.send_signal(number)
     said = process.communicate()[1]
     assert not out.exists()
-    until(lambda: not any(map(alive, children)), "the end of all workers")
     assert process.returncode == code and message in said and "Traceback" not in said
-    assert (tmp_path / "out.preparing").exists() == (end == "run killed")
+    assert (tmp_path / "out.preparing").exists() == (number == signal.SIGKILL)
     write_jsonl(source, TEXTS)
     assert main(command) == 0
     assert texts(out, "set.train") == TEXTS
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
-
-
-@dataclass(frozen=True)
-class KilledEncoder(Encoder):
-    """An encoder that kills its process in the middle of the first answer."""
-
-    def encode(self, texts, sample=range(0)):
-        def half(self, content, write=None):
-            os.write(self.fileno(), bytes(content)[: len(content) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        Connection._send = half
-        return "answer"
-
-
-def test_a_worker_killed_in_the_middle_of_an_answer_ends_the_run(monkeypatch) -> None:
-    monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 1)
-    encoder = KilledEncoder(Path("none"), 0, "uint16")
-    with Workers(2) as workers, pytest.raises(BrokenProcessPool):
-        list(workers.encode([(Position(0, i), "text") for i in range(6)], encoder))
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # --- errors -------------------------------------------------------------------------------------
