@@ -1,6 +1,7 @@
 """Export a checkpoint to a Hugging Face model folder, or to safetensors with Spectrain's names.
 
-At most one parameter and one weight file are in memory at a time.
+At most one parameter and one weight file are in memory at a time, besides a tensor that exceeds the
+size of a file.
 """
 
 import json
@@ -8,10 +9,11 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -208,48 +210,34 @@ def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
         yield name, weights.buffer(name, shape)
 
 
-def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
-    """Group consecutive tensors into files of at most `limit` bytes. Larger tensors get a file of
-    their own."""
-    runs: list[dict[str, Tensor]] = []
-    size = 0
-    for name, entry in entries:
-        if not runs or size + entry.nbytes > limit:
-            runs.append({})
-            size = 0
-        runs[-1][name] = entry
-        size += entry.nbytes
-    return runs
-
-
 def write_shards(
     folder: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> None:
     """Write `tensors` to model.safetensors or, above `limit` bytes, to several files and an index.
 
     `tensors` yields (name, value) in the order of `entries`, whose meta tensors define the shapes
-    and dtypes to write. Only one file is in memory at a time. Raises InputError if a value is not
-    finite in the target dtype, or if a file cannot be written.
+    and dtypes to write. A tensor above `limit` gets a file of its own. Only one other file is in
+    memory at a time. Raises InputError if a value is not finite in the target dtype, or if a file
+    cannot be written.
     """
-    runs = shards(entries.items(), limit)
-    names = ["model.safetensors"]
-    if len(runs) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors" for i in range(len(runs))]
-    stream = iter(tensors)
-    for file, run in zip(names, runs, strict=True):
-        content = {name: cast(name, value, run[name]) for name, value in islice(stream, len(run))}
-        assert content.keys() == run.keys(), file
-        try:
-            save_file(content, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise InputError(f"{folder / file} cannot be written: {error}") from None
-    if len(runs) > 1:
+    split = split_torch_state_dict_into_shards(
+        entries, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )
+    contents: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
+    for name, value in tensors:
+        file = split.tensor_to_filename[name]
+        contents[file][name] = cast(name, value, entries[name])
+        if len(contents[file]) == len(split.filename_to_tensors[file]):
+            try:
+                save_file(contents.pop(file), folder / file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise InputError(f"{folder / file} cannot be written: {error}") from None
+    assert not contents, contents.keys()
+    if split.is_sharded:
+        parameters = sum(entry.numel() for entry in entries.values())
         index = {
-            "metadata": {
-                "total_size": sum(entry.nbytes for entry in entries.values()),
-                "total_parameters": sum(entry.numel() for entry in entries.values()),
-            },
-            "weight_map": {t: file for file, run in zip(names, runs, strict=True) for t in run},
+            "metadata": {**split.metadata, "total_parameters": parameters},
+            "weight_map": split.tensor_to_filename,
         }
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
