@@ -61,7 +61,7 @@ LAUNCHED: Final = (
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
 """Environment variables that launchers set to non-negative integers."""
-TASKS: Final = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+PROCESS_COUNTS: Final = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 """Environment variables in which other launchers store their number of processes."""
 LAST_PORT: Final = 65535
 
@@ -94,7 +94,7 @@ def check_launched() -> None:
 def check_single() -> None:
     """Raise ConfigError if a launcher that does not set ranks started several processes, because
     each process would train its own run."""
-    for name, launcher in {} if "WORLD_SIZE" in os.environ else TASKS.items():
+    for name, launcher in {} if "WORLD_SIZE" in os.environ else PROCESS_COUNTS.items():
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
             raise ConfigError(

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from scripts.studies.records import Record, RecordBook, claimed
-from training.command_line import TASKS
+from training.command_line import PROCESS_COUNTS
 from training.config.yaml_files import Content, flat, read_merged
 from training.data.hashes import file_sha256
 from training.data.manifest import manifest_of
@@ -175,7 +175,7 @@ class Trainer:
         self.book = book
         self.given = dict(environment or {})
         # A study starts each run once, even if srun started several processes of the study.
-        inherited = {name: text for name, text in os.environ.items() if name not in TASKS}
+        inherited = {name: text for name, text in os.environ.items() if name not in PROCESS_COUNTS}
         self.environment = {**inherited, "OMP_NUM_THREADS": "1", **self.given}
         self._pool = ThreadPoolExecutor(len(places))
         self._begun: dict[str, Future[bool]] = {}

@@ -90,7 +90,7 @@ def test_a_launcher_s_variable_that_is_no_number_is_a_line(variables, said, fold
     assert f"the environment variable {said}" in printed and "Traceback" not in printed
 
 
-@pytest.mark.parametrize("name", command_line.TASKS)
+@pytest.mark.parametrize("name", command_line.PROCESS_COUNTS)
 def test_several_processes_without_ranks_do_not_train(name, folder, monkeypatch, capsys):
     monkeypatch.setenv(name, "8")
     for options in ([], ["--ranks=8"]):
