@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from parallel.disk import delete, sync
+from parallel.disk import delete, replace_file, sync
 from scripts.data.sources import LOCK
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.errors import DataError, InputError
@@ -96,11 +96,8 @@ class AtomicFolder:
 
         All files that `progress` refers to must already be synced to disk.
         """
-        new = self.state / (PROGRESS + ".new")
-        new.write_text(json.dumps({"key": self._key, "progress": progress}), encoding="utf-8")
-        sync(new)
-        os.replace(new, self.state / PROGRESS)
-        sync(self.state)
+        content = json.dumps({"key": self._key, "progress": progress})
+        replace_file(self.state / PROGRESS, content, synced=True)
 
     def _saved(self) -> Any:
         """Return the progress saved by a run with the same key, or None."""
