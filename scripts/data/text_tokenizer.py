@@ -101,7 +101,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
             "makes encoding random"
         )
     tokenizer = open_tokenizer(path)
-    eod_token = eod if eod is not None else _find_eod(source, content)
+    eod_token = eod if eod is not None else _find_eod(source, content, tokenizer)
     eod_id = tokenizer.token_to_id(eod_token)
     if eod_id is None:
         raise DataError(f"end-of-document token {eod_token!r} is not in the vocabulary of {path}")
@@ -153,10 +153,10 @@ def own_file(folder: Path, name: str) -> bytes | None:
     return path.read_bytes()
 
 
-def _find_eod(source: Path, content: dict[str, Any]) -> str:
+def _find_eod(source: Path, content: dict[str, Any], tokenizer: Tokenizer) -> str:
     """Return the end-of-sequence token set in the folder, or else the only special token."""
     special = _special(content)
-    named = _configured_eos(source, content) if source.is_dir() else None
+    named = _configured_eos(source, tokenizer) if source.is_dir() else None
     if named is not None:
         return named
     if len(special) == 1:
@@ -174,9 +174,9 @@ def _special(content: dict[str, Any]) -> list[str]:
     return [token["content"] for token in content["added_tokens"] if token["special"]]
 
 
-def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
+def _configured_eos(folder: Path, tokenizer: Tokenizer) -> str | None:
     """Return the end-of-sequence token from the first configuration file that sets one."""
-    by_id = {id_: token for token, id_ in _vocabulary(content).items()}
+    by_id = {id_: token for token, id_ in tokenizer.get_vocab().items()}
     for name in _CONFIGS:
         try:
             config = read_json(folder / name)
@@ -198,9 +198,3 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
         if token is not None:
             return token if isinstance(token, str) else by_id.get(token, str(token))
     return None
-
-
-def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
-    vocab = content["model"].get("vocab")
-    listed = vocab if isinstance(vocab, dict) else {}  # unigram models store a list of pairs
-    return {**listed, **{token["content"]: token["id"] for token in content["added_tokens"]}}

@@ -12,18 +12,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
 
 from training.data.manifest import Manifest
 from training.errors import DataError
 from training.json_file import read_json
 
-# Printable characters represent themselves; the other 68 bytes map to characters from U+0100 on.
-_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-BYTE_ALPHABET = frozenset(
-    [chr(code) for code in _PRINTABLE] + [chr(0x100 + i) for i in range(256 - len(_PRINTABLE))]
-)
+BYTE_ALPHABET: Final = frozenset(pre_tokenizers.ByteLevel.alphabet())
 AFFIXES: Final = ("continuing_subword_prefix", "end_of_word_suffix")
 """BPE settings that make tokens longer than the text they stand for."""
 CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
