@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Import torch lazily: Ctrl-C must be handled first, and --help should work without torch.
-from parallel.error_text import described
+from parallel.error_text import os_error_text
 from training.command_line import Parser, check_launched, check_single, fail, own_rank
 from training.errors import ConfigError, InputError, MissingSetError, VocabularyError
 from training.lifecycle.terminal import Interrupts, outlive_readers
@@ -233,7 +233,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
             from training.rehearsal.rehearse import run as rehearse
 
             return rehearse(config, options)
-        return train(config, options.resume or "latest", interrupts)
+        return start_training(config, options.resume or "latest", interrupts)
     except MissingSetError as error:
         from training.data.build_data import without_sets
 
@@ -247,7 +247,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     except (InputError, EngineError) as error:
         return fail(error, code=2)
     except OSError as error:
-        return fail(described(error), code=1, same_on_all_ranks=False)
+        return fail(os_error_text(error), code=1, same_on_all_ranks=False)
 
 
 def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
@@ -288,12 +288,12 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
         )
 
 
-def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
+def start_training(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
     """Train on the launched ranks, or on a single rank without a launcher; return the exit code."""
     if own_rank() == 0:
-        from training.report.console import first_line, opening
+        from training.report.console import opening, start_line
 
-        print(first_line(config), flush=True)
+        print(start_line(config), flush=True)
     from models.engine import no_collection
 
     with no_collection():
@@ -308,7 +308,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         from training.lifecycle.terminal import CODE
         from training.machine.start import start_groups
         from training.nonfinite import NonFiniteError
-        from training.run import train as train_ranks
+        from training.run import train
 
     config = with_vocabulary(config)
     # The batch ramp is checked later, once the step to resume from is known.
@@ -322,7 +322,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         return fail(error, code=1, same_on_all_ranks=False)
     leave = groups.abort
     try:
-        outcome = train_ranks(config, layout, resume=resume, interrupts=interrupts)
+        outcome = train(config, layout, resume=resume, interrupts=interrupts)
         leave = groups.shutdown
     except InputError:
         raise
@@ -333,7 +333,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
             return fail(f"Ctrl-C killed a rank before all ranks could save: {error}", code=CODE)
         return fail(error, code=1, same_on_all_ranks=False)
     except OSError as error:
-        text = f"{described(error)} (run.dir is {config.run.dir})"
+        text = f"{os_error_text(error)} (run.dir is {config.run.dir})"
         return fail(text, code=1, same_on_all_ranks=False)
     except Exception as error:
         if out_of_memory(error):

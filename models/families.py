@@ -26,7 +26,7 @@ from models.huggingface.architectures import (
     deepseek_limits,
 )
 from models.layout import ChunkSpec, Layout, QKVUnits, Split
-from models.section import Check, named
+from models.section import Check, one_of
 from models.units import Unit
 
 OWN_KEYS = ("query_pre_attn_scalar", "attention_softcap", "final_softcap", "sliding_window")
@@ -201,7 +201,7 @@ def family_checks(model: ModelConfig) -> Iterator[Check]:
     if model.family in FAMILIES:
         yield from FAMILIES[model.family].checks(model)
     else:
-        yield "family", True, f"must be {named(model.family, FAMILIES)}"
+        yield "family", True, f"must be {one_of(model.family, FAMILIES)}"
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def shown(value: object) -> str:
     return textwrap.shorten(repr(list(value) if isinstance(value, tuple) else value), 80)
 
 
-def named(word: str, options: Iterable[str]) -> str:
+def one_of(word: str, options: Iterable[str]) -> str:
     """Return `one of OPTIONS, got WORD`, with a suggestion if an option is close to `word`."""
     options = list(options)
     near = closest(word, options)

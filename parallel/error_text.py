@@ -1,7 +1,7 @@
 """One-line error messages."""
 
 
-def described(error: OSError, fallback: object = None) -> str:
+def os_error_text(error: OSError, fallback: object = None) -> str:
     """Return the reason for an OSError, followed by its file name or, if the error names no file,
     by `fallback`."""
     where = error.filename or fallback

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from models.section import named
+from models.section import one_of
 from scripts.command import command, new_parser
 from training.errors import InputError
 
@@ -105,7 +105,7 @@ def checked_name(what: str, name: str | None, names: Sequence[str]) -> str:
     """Return `name` if it is in `names`. Otherwise raise InputError, suggesting the closest one."""
     if name in names:
         return str(name)
-    raise InputError(f"{what} must be {named(name or '', names)}")
+    raise InputError(f"{what} must be {one_of(name or '', names)}")
 
 
 if __name__ == "__main__":

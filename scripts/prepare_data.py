@@ -19,7 +19,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # runs from any folder
 
-from parallel.error_text import described, first_line
+from parallel.error_text import first_line, os_error_text
 from scripts.command import command, counted, output_path, token_count, whole_number
 from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resumable = not isinstance(error, ProgressError)
         return fail(f"{error}{_kept(target, '') if resumable else over}", code=2)
     except OSError as error:
-        return fail(f"{described(error, options.output)}{_kept(target)}", code=2)
+        return fail(f"{os_error_text(error, options.output)}{_kept(target)}", code=2)
     except KeyboardInterrupt:
         print(f"interrupted{_kept(target).replace(';', ':')}", file=sys.stderr)
         return 130

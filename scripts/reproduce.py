@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.section import named
+from models.section import one_of
 from scripts.command import command, new_parser, output_path, require
 from training.errors import InputError
 from training.report.text import markdown_table, table
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for name in options.names:
         if name not in EXPERIMENTS:
-            raise InputError(f"experiments must be {named(name, EXPERIMENTS)}")
+            raise InputError(f"experiments must be {one_of(name, EXPERIMENTS)}")
     output: Path = options.output
     output.mkdir(parents=True, exist_ok=True)
     results = []

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from models.families import model_size
-from models.section import named
+from models.section import one_of
 from parallel.plan.devices import DEVICES, REQUIRED, Device
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import PlanInputs, StepShape
@@ -242,7 +242,7 @@ def device_named(text: str) -> Device:
     if text in DEVICES:
         return DEVICES[text]
     if not Path(text).is_file():
-        raise InvalidConfigError([f"device must be a file or {named(text, DEVICES)}"])
+        raise InvalidConfigError([f"device must be a file or {one_of(text, DEVICES)}"])
     figures = {"name": Path(text).stem, **read_saved(Path(text))}
     peak = figures.get("peak")
     if whole := isinstance(peak, Mapping) and peak.keys() >= {*REQUIRED}:
@@ -251,7 +251,7 @@ def device_named(text: str) -> Device:
     note = "" if complete or "base" in figures else " (remaining values from h100)"
     base = str(figures.pop("base", "h100"))
     if base not in DEVICES:
-        raise InvalidConfigError([f"{text}: base must be {named(base, DEVICES)}"])
+        raise InvalidConfigError([f"{text}: base must be {one_of(base, DEVICES)}"])
     try:
         device = bind(Device, over(asdict(DEVICES[base]), figures))
     except InvalidConfigError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from parallel.error_text import described
+from parallel.error_text import os_error_text
 
 
 class InputError(ValueError):
@@ -96,6 +96,6 @@ class Aid:
         traceback: TracebackType | None,
     ) -> bool:
         if isinstance(error, OSError) and not self._failed:
-            print(f"warning: {self.what}: {described(error)}; the run continues", flush=True)
+            print(f"warning: {self.what}: {os_error_text(error)}; the run continues", flush=True)
         self._failed = isinstance(error, OSError)
         return self._failed

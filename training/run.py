@@ -74,7 +74,13 @@ from training.machine.backends import (
     slow_attention,
     slow_precision,
 )
-from training.machine.device import described, device_facts, repeatable, settings, versions
+from training.machine.device import (
+    device_facts,
+    device_line,
+    environment_variables,
+    repeatable,
+    versions,
+)
 from training.machine.start import require_agreement
 from training.nonfinite import NonFiniteError
 from training.planning.added_cost import monitor_cost
@@ -231,7 +237,7 @@ def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
     return {
         "versions": {**versions()},
         "device": {**device_facts(groups.device)},
-        "environment": {**settings()},
+        "environment": {**environment_variables()},
         "layout": {"ranks": dist.get_world_size(), **asdict(config.parallel)},
     }
 
@@ -337,7 +343,7 @@ def opening_notes(
     the initial weights and changes since the checkpoint. See `DistributedOptimizer.rescalings` for
     `rescaled`."""
     device, phase = trainer.groups.device, trainer.progress.phase
-    yield "device", f"device: {described(device)}"
+    yield "device", f"device: {device_line(device)}"
     for text in shared_sets(config.data):
         yield "warning", f"warning: {text}"
     validation = [each.set for each in trainer.validation]

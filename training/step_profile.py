@@ -16,7 +16,7 @@ from torch import profiler
 
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
-from parallel.error_text import described, first_line
+from parallel.error_text import first_line, os_error_text
 from training.config import Config
 from training.config.schema import ProfileConfig
 
@@ -161,7 +161,7 @@ class StepProfile:
         try:
             yield
         except Exception as error:
-            text = described(error) if isinstance(error, OSError) else first_line(error)
+            text = os_error_text(error) if isinstance(error, OSError) else first_line(error)
             self._messages.append(
                 f"warning: no profile of rank {self.rank}: {text}; the run continues"
             )

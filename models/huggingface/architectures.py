@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from models.blocks.activation import ACTIVATIONS
 from models.config import LLAMA3_KEYS, LatentConfig, ModelConfig, MoEConfig, scale_of
-from models.section import Check, named
+from models.section import Check, one_of
 
 LENGTH: Final = "original_max_position_embeddings"
 NEEDED: Final[dict[str, tuple[str, ...]]] = {
@@ -45,7 +45,7 @@ def rope_problem(rope: Mapping[str, Any]) -> str | None:
     """Return the reason why the RoPE settings `rope` are not supported, or None if they are."""
     kind = rope.get("rope_type", "default")
     if kind not in NEEDED:
-        return f"rope_type must be {named(str(kind), NEEDED)}"
+        return f"rope_type must be {one_of(str(kind), NEEDED)}"
     optional = ("beta_fast", "beta_slow", "attention_factor", *MSCALES) if kind == "yarn" else ()
     needed = [*NEEDED[kind], *(key for key in optional if rope.get(key))]
     wrong = [key for key in needed if not _is_positive(rope.get(key))]

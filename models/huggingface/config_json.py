@@ -12,7 +12,7 @@ from models.huggingface.architectures import (
     rope_problem,
     rope_scaling,
 )
-from models.section import named
+from models.section import one_of
 
 ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
 """Keys whose location in config.json depends on the version of transformers."""
@@ -33,7 +33,7 @@ def architecture(model: ModelConfig) -> Architecture:
     """
     family = FAMILIES.get(model.family)
     if family is None:
-        raise InexpressibleError(f"model.family must be {named(model.family, FAMILIES)}")
+        raise InexpressibleError(f"model.family must be {one_of(model.family, FAMILIES)}")
     if not family.hugging_face:
         raise InexpressibleError(
             f"model.family must have a class in transformers to be exported, got {family.name}"

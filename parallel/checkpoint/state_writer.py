@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from models.engine import no_collection
 from parallel.checkpoint.safe_index import PLAIN_FILE
 from parallel.checkpoint.state import SCHEMA, StatePart, part_name, sharded_state
-from parallel.comm.collectives import named, on_first
-from parallel.error_text import described
+from parallel.comm.collectives import collective_errors, on_first
+from parallel.error_text import os_error_text
 from parallel.model import ParallelModel
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
@@ -164,7 +164,7 @@ class PendingSave:
             if plan.items:
                 self._start()
         except OSError as error:  # no process or pipe is available
-            self._problem = WriterError(f"{self._name} failed: {described(error)}")
+            self._problem = WriterError(f"{self._name} failed: {os_error_text(error)}")
 
     def _start(self) -> None:
         """Fork the process and wait until it runs. If it does not start in time, fork another.
@@ -286,7 +286,7 @@ def reason(error: BaseException, path: Path) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
-            return described(cause, path)
+            return os_error_text(cause, path)
         cause = cause.__cause__ or cause.__context__
     return traceback.format_exception(error)[-1].strip().splitlines()[-1]
 
@@ -358,10 +358,10 @@ def first_rank(call: Callable[[], Result]) -> Result:
         try:
             answer[0] = call()
         except OSError as error:
-            answer[1] = WriterError(described(error))
+            answer[1] = WriterError(os_error_text(error))
         except Exception as error:
             answer[1] = error
-    with named("exchange of plain values"):
+    with collective_errors("exchange of plain values"):
         dist.broadcast_object_list(answer)
     if answer[1] is not None:
         raise answer[1]

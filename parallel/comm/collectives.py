@@ -47,7 +47,7 @@ class CollectiveError(RuntimeError):
 
 
 @contextlib.contextmanager
-def named(kind: str) -> Iterator[None]:
+def collective_errors(kind: str) -> Iterator[None]:
     """Context manager that reraises collective errors as CollectiveError, with `kind` in the
     message."""
     try:
@@ -95,7 +95,7 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the collective to complete. Raises CollectiveError if it fails."""
-        with named(self.kind):
+        with collective_errors(self.kind):
             self.work.wait()
 
 
@@ -125,7 +125,7 @@ def _started(
     """Start a collective, or return None if the axis has one rank."""
     if axis.size == 1:
         return None
-    with named(kind):
+    with collective_errors(kind):
         return Pending(kind, collective(target, source, group=axis.group, async_op=True))
 
 
@@ -147,7 +147,7 @@ def all_to_all(
     """
     received = send.new_empty(sum(receive_counts))
     comm_volume[kind] += (send.numel() - send_counts[axis.rank]) * send.element_size()
-    with named(kind):
+    with collective_errors(kind):
         dist.all_to_all_single(received, send, receive_counts, send_counts, group=axis.group)
     return received
 
@@ -155,7 +155,7 @@ def all_to_all(
 def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
     """All-gather `tensor`, whose shape must be the same on all ranks. Results are in rank order."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    with named(kind):
+    with collective_errors(kind):
         dist.all_gather(tensors, tensor, group=group)
     return tensors
 
@@ -163,7 +163,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
 def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """All-gather a picklable `value`, and return all values in rank order. Slow."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    with named("exchange of plain values"):
+    with collective_errors("exchange of plain values"):
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -177,7 +177,7 @@ def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value
     """Return the values of all ranks in rank order, on rank 0 only; other ranks get []. Slow."""
     first = dist.get_rank() == 0
     values: list[Any] = [None] * dist.get_world_size() if first else []
-    with named("exchange of plain values"):
+    with collective_errors("exchange of plain values"):
         dist.gather_object(value, values if first else None, group=group)
     return values
 
@@ -193,7 +193,7 @@ def all_reduce_(
     size = dist.get_world_size() if axis is None else axis.size
     comm_volume[kind] += 2 * tensor.nbytes * (size - 1) // size
     if size > 1:
-        with named(kind):
+        with collective_errors(kind):
             dist.all_reduce(tensor, op, group=None if axis is None else axis.group)
     return tensor
 
@@ -219,7 +219,7 @@ class Agreement:
         """
         before = self._collect()
         local = torch.tensor(list(figures), dtype=torch.int64)
-        with named("agreement of all ranks"):
+        with collective_errors("agreement of all ranks"):
             work = dist.all_reduce(local, dist.ReduceOp.MAX, group=self.group, async_op=True)
         self._under_way = Pending("agreement of all ranks", work), local
         return before
@@ -255,7 +255,7 @@ def disagreements(facts: Mapping[str, object]) -> list[str]:
     Collective: all ranks must call this function. The facts themselves are only sent if their
     hashes differ.
     """
-    with named("comparison of all ranks' settings"):
+    with collective_errors("comparison of all ranks' settings"):
         digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
         if len(set(from_all(digest))) == 1:
             return []

@@ -21,7 +21,7 @@ from parallel.comm import groups as process_groups
 from parallel.model import named_buffers, named_parameters
 from scripts.huggingface.model_folder import load_whole
 from training.assignments import unit_options
-from training.checkpoint.stored_checkpoint import CheckpointWeights, StoredTensors, named
+from training.checkpoint.stored_checkpoint import CheckpointWeights, StoredTensors, abridged
 from training.errors import InputError
 from training.report.text import progress
 
@@ -88,7 +88,7 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     if more:
         raise InputError(
             f"tokenizer_config.json in {folder} must not add tokens to tokenizer.json, got "
-            f"{named(more)}; remove these tokens, because with them text would be encoded "
+            f"{abridged(more)}; remove these tokens, because with them text would be encoded "
             "differently than during training"
         )
     check_tokens(tokenizer, stored, with_template=with_template)

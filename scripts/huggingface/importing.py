@@ -29,7 +29,7 @@ from scripts.huggingface.export import INDEX_FILE
 from scripts.huggingface.model_folder import read_settings
 from scripts.weights_only import write_checkpoint
 from spectral.batching import grouped
-from training.checkpoint.stored_checkpoint import named
+from training.checkpoint.stored_checkpoint import abridged
 from training.config import Config, load_config
 from training.config.yaml_files import to_text
 from training.errors import InputError, near_name
@@ -164,7 +164,7 @@ class TheirFiles:
         self._files: dict[str, Any] = {}
         paths = self._paths()
         if unread := sorted({*source.glob("*.safetensors")} - {*paths}):
-            print(f"note: not read: {named([path.name for path in unread])} in {source}")
+            print(f"note: not read: {abridged([path.name for path in unread])} in {source}")
         for path in paths:
             try:
                 file = stack.enter_context(safe_open(path, "pt"))
@@ -173,7 +173,7 @@ class TheirFiles:
                 raise InputError(f"{path} cannot be read: {reason}") from None
             twice = self._files.keys() & set(file.keys())
             if twice:
-                raise InputError(f"{path}: {named(twice)} must be in only one file, got several")
+                raise InputError(f"{path}: {abridged(twice)} must be in only one file, got several")
             self._files |= dict.fromkeys(file.keys(), file)
 
     def _paths(self) -> list[Path]:
@@ -206,9 +206,9 @@ class TheirFiles:
         missing = [name for name in expected if name not in self._files]
         if missing:
             others = self._files.keys() - expected.keys()
-            instead = f"; it has {named(others)} instead" if others else ""
+            instead = f"; it has {abridged(others)} instead" if others else ""
             raise InputError(
-                f"{self.source} is missing tensors of the model in the config: {named(missing)}"
+                f"{self.source} is missing tensors of the model in the config: {abridged(missing)}"
                 f"{instead}"
             )
         kinds = set()
@@ -226,7 +226,7 @@ class TheirFiles:
         if more:
             raise InputError(
                 f"{self.source} contains unexpected tensors, which are not in the config's model: "
-                f"{named(more)}"
+                f"{abridged(more)}"
             )
         if len(kinds) != 1 or not kinds <= DTYPES.keys():
             raise InputError(
@@ -258,7 +258,7 @@ def _other_weights(source: Path) -> str:
     if not names:
         return f" or {INDEX_FILE}"
     return (
-        f", only {named(names)}, which cannot be read; convert with transformers: "
+        f", only {abridged(names)}, which cannot be read; convert with transformers: "
         f'AutoModelForCausalLM.from_pretrained("{source}", dtype="auto").save_pretrained("NEW")'
     )
 

@@ -10,7 +10,7 @@ from parallel.plan.devices import DEVICES
 from tests.run_configs import tiny_config
 from tests.tiny_families import overrides, settings
 from training.config import Config, check
-from training.rehearsal.rank import PLAIN_STEP, Job, RankReport, described, install
+from training.rehearsal.rank import PLAIN_STEP, Job, RankReport, error_with_line, install
 from training.rehearsal.trace import Trace
 
 H100 = DEVICES["h100"]
@@ -55,7 +55,7 @@ class TracedCall:
             with install(trace, 1):
                 self.function(*self.arguments)
         except Exception as error:
-            problem = described(error)
+            problem = error_with_line(error)
         trace.keep_peak()
         return RankReport(0, 1, None, problem, trace.counts)
 

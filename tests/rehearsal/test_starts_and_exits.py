@@ -20,7 +20,7 @@ from training.machine.device import Gpus, gpus_here
 from training.rehearsal import processes
 from training.rehearsal.process_groups import RehearsedGroup
 from training.rehearsal.processes import RehearsalError
-from training.rehearsal.program import place, put, replace_everywhere
+from training.rehearsal.program import call_site, put, replace_everywhere
 from training.step import Trainer
 
 
@@ -45,7 +45,7 @@ def device_error(config: Config) -> None:
     for waits in ("destroy_process_group", "barrier"):
         put(dist, waits, lambda *_, **__: happened.append("wait"))
     with redirect_stdout(out), redirect_stderr(said):
-        code = pretrain.train(config, "none")
+        code = pretrain.start_training(config, "none")
     assert code == 1, said.getvalue()
     assert "Traceback" in said.getvalue() and "in failing" in said.getvalue()
     assert "abort nccl" in happened and "wait" not in happened, happened
@@ -87,7 +87,7 @@ def test_hosts_have_one_group_of_their_own(perform):
 
 
 def test_what_only_the_rehearsal_imports_is_not_replaced_in_silence():
-    with pytest.raises(LookupError, match="no module of the project defines <function place"):
-        replace_everywhere(place, None)
+    with pytest.raises(LookupError, match="no module of the project defines <function call_site"):
+        replace_everywhere(call_site, None)
     with pytest.raises(AttributeError, match="moved"):
         put(torch.cuda, "moved", None)

@@ -30,7 +30,7 @@ from typing import Any, Final
 from parallel.checkpoint.safe_index import PLAIN_FILE, UnsafeIndexError, index_files, read_index
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.disk import delete, free_name, replace_file, sync, sync_all
-from parallel.error_text import described
+from parallel.error_text import os_error_text
 from training.checkpoint import COMPLETE
 from training.checkpoint.stored_checkpoint import (
     FORMAT,
@@ -139,7 +139,7 @@ def _complete(path: Path) -> CheckpointInfo:
                     f"{path}: {name} must have {facts.bytes} bytes, got {status.st_size}"
                 )
     except OSError as error:
-        raise BrokenCheckpointError(described(error, path)) from None
+        raise BrokenCheckpointError(os_error_text(error, path)) from None
     except InvalidConfigError as error:
         raise BrokenCheckpointError(f"{path}: {META}: {error.problems[0]}") from None
     except InputError:
@@ -182,7 +182,7 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
         try:
             same = file_facts(info.path / name) == facts
         except OSError as error:
-            yield described(error, info.path / name)
+            yield os_error_text(error, info.path / name)
             continue
         if not same:
             yield changed(info.path, name)
@@ -236,7 +236,7 @@ def check_place(run_dir: str | Path) -> None:
             return tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             if last:
-                text = f"cannot write to run.dir {run_dir}: {described(error, run_dir)}"
+                text = f"cannot write to run.dir {run_dir}: {os_error_text(error, run_dir)}"
                 raise InputError(text) from None
 
 

@@ -198,7 +198,7 @@ class StoredTensors:
         must match."""
         missing = [key for key in targets if key not in self]
         if missing:
-            raise BrokenCheckpointError(f"{self.folder} has no {named(missing)}")
+            raise BrokenCheckpointError(f"{self.folder} has no {abridged(missing)}")
         for key, target in targets.items():
             if target.shape != self._tensors[key].size:
                 raise BrokenCheckpointError(
@@ -241,7 +241,7 @@ class StoredTensors:
         return tensors
 
 
-def named(keys: Collection[str]) -> str:
+def abridged(keys: Collection[str]) -> str:
     """Shorten a list of tensor names to its first name and the number of other names.
 
     Example: `weight/head (and 79 others)`.
@@ -324,10 +324,10 @@ class CheckpointWeights:
         stored = self._stored.keys("weight/")
         present = {key for key in stored if not key.endswith(GAMMA)}
         if expected - present:
-            raise BrokenCheckpointError(f"{self.info.path} has no {named(expected - present)}")
+            raise BrokenCheckpointError(f"{self.info.path} has no {abridged(expected - present)}")
         if present - expected:
             raise BrokenCheckpointError(
-                f"{self.info.path} contains {named(present - expected)}, which is not in its "
+                f"{self.info.path} contains {abridged(present - expected)}, which is not in its "
                 "config's model"
             )
 

@@ -80,7 +80,7 @@ def bind(
         bound = object.__new__(kind)  # its attributes are filled in below
         sections = _bindable(kind, json.loads(text))
     for loc, section in sections if check else ():
-        lines += problems(section, section.checks(), place(kind, loc)[0])
+        lines += problems(section, section.checks(), key_at(kind, loc)[0])
         if lines and len(loc) == 1:
             vars(bound)[str(loc[0])] = section
     for checks in between if check else ():
@@ -128,7 +128,7 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
             continue
         if name == "missing" and isinstance(loc[-1], int):
             loc, name = loc[:-1], "tuple_type"  # the list is too short
-        path, kind = place(root, loc)
+        path, kind = key_at(root, loc)
         if name == "missing":
             yield from _missing(kind, path)
         elif name == "value_error":
@@ -148,7 +148,7 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
     """Return the error message for a value that does not match the annotation `kind`."""
     if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
         return f"{path}=null removes an entry of a base file, but no base file defines it"
-    line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
+    line = f"{path or 'the config'} must be {allowed_values(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
     near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
     return line + (f"; did you mean {near}?" if near else "") + _of_package(path, value)
@@ -172,12 +172,12 @@ def _missing(kind: Any, path: str) -> Iterator[str]:
     for name in inner:
         yield from _missing(types_of(kind)[name], join(path, name))
     if not inner:
-        yield f"{path} is required ({described(kind)})"
+        yield f"{path} is required ({allowed_values(kind)})"
 
 
 def _unknown(root: type, loc: Loc) -> str:
     """Return the error message for an unknown key, suggesting the closest known key."""
-    path, kind = place(root, loc[:-1])
+    path, kind = key_at(root, loc[:-1])
     key, siblings = str(loc[-1]), list(types_of(kind))
     full = join(path, key)
     near = closest(key, siblings)
@@ -189,7 +189,7 @@ def _unknown(root: type, loc: Loc) -> str:
     return f"unknown key {full}; {hint}" + (_of_package(full, key) if path == RULE_SECTION else "")
 
 
-def place(root: type, loc: Loc) -> tuple[str, Any]:
+def key_at(root: type, loc: Loc) -> tuple[str, Any]:
     """Return the dotted path and the annotation at pydantic's `loc`."""
     path, kind = "", cast(Any, root)
     for part in loc:
@@ -207,17 +207,17 @@ def member(kind: Any, key: int | str) -> Any:
     return types_of(section).get(str(key))
 
 
-def described(kind: Any) -> str:
+def allowed_values(kind: Any) -> str:
     """Describe in words the values allowed by the annotation `kind`."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return " or ".join(described(option) for option in args)
+        return " or ".join(allowed_values(option) for option in args)
     if origin is Literal:
         return f"one of {', '.join(x if isinstance(x, str) else shown(x) for x in args)}"
     if origin is list or args[1:] == (...,):
-        return f"a list (each item {described(args[0])})"
+        return f"a list (each item {allowed_values(args[0])})"
     if origin is tuple:
-        return f"a list of {len(args)} ({', '.join(described(option) for option in args)})"
+        return f"a list of {len(args)} ({', '.join(allowed_values(option) for option in args)})"
     return SCALARS[dict if is_dataclass(kind) or origin is dict else kind]
 
 

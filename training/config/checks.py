@@ -9,7 +9,7 @@ from math import lcm, prod
 from typing import Final
 
 from models.families import FAMILIES, family_checks
-from models.section import Check, named, problems
+from models.section import Check, one_of, problems
 from training.config.schema import Config, ParallelConfig
 
 NOT_LINEAR: Final = ("embedding", "head", "gain", "bias", "router", "shared_router")
@@ -22,7 +22,7 @@ NOT_IN_A_LAYER: Final = ("embedding", "head", "gain", "bias")
 def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator[Check]:
     """Check that each of the `roles` in `key` is one of `options`."""
     for role in roles:
-        yield key, role not in options, f"must name {named(role, options)}"
+        yield key, role not in options, f"must name {one_of(role, options)}"
 
 
 def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Check:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from models.section import AtLeast0, Check, Count, Positive, Section, Whole, named
+from models.section import AtLeast0, Check, Count, Positive, Section, Whole, one_of
 from training.local_path import local_path
 
 BEGINNINGS = ("after_steps", "after_share", "with_decay")
@@ -119,7 +119,7 @@ class DataConfig(Section):
         later_sets = {name for phase in self.phases for name in phase.weights}
         for i, phase in enumerate(self.phases):
             for name in phase.weights.keys() - self.train.keys():
-                sets = named(name, self.train) if self.train else f"sets in train, got {name!r}"
+                sets = one_of(name, self.train) if self.train else f"sets in train, got {name!r}"
                 yield f"phases[{i}].weights", True, f"must name {sets}"
         where = " here or in a phase" if self.phases else ""
         for name, each in self.train.items():

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Final, cast
 
 from models.section import join, shown
-from training.config.binding import described, one_section, required, types_of, without_null
+from training.config.binding import allowed_values, one_section, required, types_of, without_null
 from training.config.schema import Config
 
 Row = tuple[str, str, str, str]
@@ -76,7 +76,7 @@ def _rows(kind: type) -> list[Row]:
     return [
         (
             f.name,
-            described(types[f.name]).removeprefix("a ").removeprefix("an "),
+            allowed_values(types[f.name]).removeprefix("a ").removeprefix("an "),
             "required" if required(f) else f"`{shown(_default(f)).replace(chr(39), '')}`",
             sentences[f.name],
         )

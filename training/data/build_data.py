@@ -152,7 +152,7 @@ def build_data(
         [(name, each.path, each.weight) for name, each in data.train.items()],
         sequence_length=config.train.sequence_length,
         seed=config.seed,
-        open_set=named(open_set, "train"),
+        open_set=with_config_key(open_set, "train"),
         phases=[
             (start, phase.weights)
             for start, phase in zip(config.phase_starts(), data.phases, strict=True)
@@ -168,7 +168,7 @@ def build_data(
             samples=samples,
             token_bytes=lengths,
             tokenizer=None if source is None else tokenizer_file(source),
-            open_set=named(open_set, "validation"),
+            open_set=with_config_key(open_set, "validation"),
             borders=borders,
         )
         for name, each in data.validation.items()
@@ -269,7 +269,7 @@ def without_sets(config: Config) -> Iterator[str]:
     )
 
 
-def named(open_set: OpenSet, kind: str) -> OpenSet:
+def with_config_key(open_set: OpenSet, kind: str) -> OpenSet:
     """Wrap `open_set` so that its errors about missing sets carry the set's config key."""
 
     def opened(name: str, prefix: str | Path, sequence_length: int) -> TokenSet:

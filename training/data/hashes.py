@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel.error_text import described
+from parallel.error_text import os_error_text
 from training.errors import DataError
 from training.json_file import check_regular
 
@@ -42,7 +42,7 @@ def file_sha256(path: str | Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"cannot read file: {described(error, path)}") from None
+        raise DataError(f"cannot read file: {os_error_text(error, path)}") from None
 
 
 class BlockHashes:

@@ -240,7 +240,7 @@ def prepare(config: Config) -> None:
         compiler.compile_threads = int(variables[WORKERS])  # type: ignore[attr-defined]
 
 
-def settings() -> dict[str, str]:
+def environment_variables() -> dict[str, str]:
     """Return this process's CUDA, PyTorch, NCCL and Transformer Engine environment variables."""
     prefixes = ("CUDA_", "CUBLAS_", "NVIDIA_TF32_", "NCCL_", "TORCH", "PYTORCH_", "NVTE_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
@@ -314,11 +314,11 @@ def driver() -> str | None:
     return None
 
 
-def described(device: torch.device) -> str:
+def device_line(device: torch.device) -> str:
     """Return a one-line description of the device, printed at the start of a run."""
     facts = device_facts(device) | {"torch": torch.__version__}
     first = facts.pop("device")
     words = [f"{name} {value}" for name, value in facts.items() if value is not None]
     if device.type == "cuda":
-        words += [f"{name}={value}" for name, value in settings().items()]
+        words += [f"{name}={value}" for name, value in environment_variables().items()]
     return ", ".join([str(first), *words])

@@ -23,7 +23,7 @@ from spectral.kernels.dispatch import has_triton
 from training.machine.backends import has_liger
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.operations import OPERANDS
-from training.rehearsal.program import place, put
+from training.rehearsal.program import call_site, put
 from training.rehearsal.trace import Launch, Trace, size_of
 
 LARGEST_FLASH_HEAD = 256
@@ -281,8 +281,8 @@ def install_triton(trace: Trace, *, compiled: bool) -> None:
         for tensor in launch.read:
             if not tensor.is_cuda:
                 raise HostArgumentError(
-                    f"{launch.name} at {place()} expects tensors on the device, got a tensor on "
-                    f"{tensor.device}"
+                    f"{launch.name} at {call_site()} expects tensors on the device, got a "
+                    f"tensor on {tensor.device}"
                 )
         if compiled and launch.specialisation not in compiled_kinds:
             compiled_kinds.add(launch.specialisation)

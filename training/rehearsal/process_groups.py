@@ -18,7 +18,7 @@ from parallel.checkpoint import state_writer
 from parallel.checkpoint.state import check_fits
 from parallel.checkpoint.state_writer import StatePlanner
 from training.monitor import matrix_figures as figures
-from training.rehearsal.program import place, put, replace_everywhere
+from training.rehearsal.program import call_site, put, replace_everywhere
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
@@ -157,7 +157,7 @@ class RehearsedGroup(ProcessGroup):
             dtype=str(tensors[0].dtype),
             on_device=on_device,
             batch=self.trace.batch if "peer" in call else None,
-            place=place(),
+            place=call_site(),
             step=self.trace.step,
             phase=self.trace.phase,
             **call,
@@ -249,7 +249,7 @@ def _install_exchanges(trace: Trace) -> None:
         if on_device:
             trace.synchronize(name)
         trace.calls.append(
-            Call(group.ranks, group.channel, name, "", 0, 0, on_device, place=place())
+            Call(group.ranks, group.channel, name, "", 0, 0, on_device, place=call_site())
         )
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:

@@ -11,7 +11,7 @@ ROOT = HERE.parent.parent
 ENGINE = "/megatron/core/"
 
 
-def place() -> str:
+def call_site() -> str:
     """Return `file:line` of the innermost frame in megatron-core or in the project, not counting
     rehearsals. Return `?` if there is no such frame."""
     frame: FrameType | None = sys._getframe(1)

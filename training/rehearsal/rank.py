@@ -160,7 +160,7 @@ class Job:
                 with mode, torch.autograd.set_multithreading_enabled(False):
                     run(rehearsed, trace)
             except Exception as error:
-                problem = described(error)
+                problem = error_with_line(error)
         trace.keep_peak()
         pools = trace.memory.pools
         return RankReport(
@@ -226,7 +226,7 @@ def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]
     return (torch.empty(unit.shape) for unit in units)
 
 
-def described(error: BaseException) -> str:
+def error_with_line(error: BaseException) -> str:
     """Format an error: its type, its message, and the innermost source line in the project or
     megatron-core."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -193,7 +193,7 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
     return Counts().add(report.marks[-1].add(report.marks[-1 - round_of], -1), 1 / stages)
 
 
-def described(report: Report) -> str:
+def report_text(report: Report) -> str:
     """Format the report as text: a table of phases, memory, time, host syncs, and a verdict."""
     rows = [row(name, counts) for name, counts in report.phases.items()]
     lines = [
@@ -307,7 +307,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
         )
     except GuardError as error:
         raise ConfigError(str(error)) from error
-    print(described(report))
+    print(report_text(report))
     if options.json is not None:
         Path(options.json).write_text(
             json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel.plan.devices import Device, Work, collective_seconds, launch_seconds
 from spectral.ieee_products import is_ieee
-from training.rehearsal.program import place
+from training.rehearsal.program import call_site
 from training.rehearsal.stream_order import Part, StreamOrder
 
 
@@ -310,9 +310,9 @@ class Trace:
         work = launch.work
         float32 = work.operands == "fp32" and work.flops
         if float32 and self.phase in MATHEMATICS and not is_ieee():
-            self.imprecise.add(f"{launch.name} at {place()} multiplies float32 in TF32")
+            self.imprecise.add(f"{launch.name} at {call_site()} multiplies float32 in TF32")
         read, written = self._parts(launch.reads), self._parts(launch.writes)
-        self.order.access(self.stream, read, written, launch.name, place())
+        self.order.access(self.stream, read, written, launch.name, call_site())
         now = self._now if self.recording is None else self.recording.counts
         now.launches += work.kernels
         now.triton_launches += work.kernels * launch.triton
@@ -361,8 +361,10 @@ class Trace:
         """Count a host sync at the current source line. Raises CaptureError during graph
         capture."""
         if self.recording is not None:
-            raise CaptureError(f"{name} at {place()} is not permitted during CUDA graph capture")
-        counter[f"{name} at {place()}"] += 1
+            raise CaptureError(
+                f"{name} at {call_site()} is not permitted during CUDA graph capture"
+            )
+        counter[f"{name} at {call_site()}"] += 1
 
     def call(
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int

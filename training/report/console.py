@@ -16,7 +16,7 @@ from training.errors import printable
 from training.report.text import duration, short
 
 
-def first_line(config: Config) -> str:
+def start_line(config: Config) -> str:
     """Return the first console line, printed before torch is imported: the run's name and folder,
     and how to stop the run."""
     folder = config.run.dir

@@ -19,7 +19,7 @@ from training.config import (
     to_yaml,
 )
 from training.config.yaml_files import LARGEST, escaped, unescaped
-from training.report.console import first_line, next_commands
+from training.report.console import next_commands, start_line
 
 SECRET = "hunter2"
 
@@ -193,9 +193,9 @@ def test_a_run_folder_is_a_path(minimal: Path) -> None:
 
 def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
     config = tiny_config(str(tmp_path), run__dir="a; b", checkpoint__interval=5)
-    assert "`touch 'a; b/STOP'` saves and stops" in first_line(config)
+    assert "`touch 'a; b/STOP'` saves and stops" in start_line(config)
     unsaved = replace(config, checkpoint=replace(config.checkpoint, interval=0))
-    assert "stops without saving, because checkpoint.interval is 0" in first_line(unsaved)
+    assert "stops without saving, because checkpoint.interval is 0" in start_line(unsaved)
     assert all("'a; b'" in command for command in next_commands(config))
 
 
