@@ -3,7 +3,7 @@
 import contextlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -16,10 +16,10 @@ from parallel.disk import replace_file
 from parallel.optimizer.routing import Route
 from training.config import Config, to_yaml
 from training.config.schedule import TrainConfig
-from training.data.order import Counts, Progress, TrainingData, repeats
+from training.data.order import Counts, Progress, SetUse, TrainingData, repeats
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
-from training.report.console import console_line, next_commands, sample_lines
+from training.report.console import console_line, next_commands, sample_lines, validation_lines
 from training.report.log_lines import LogFile, MetricsWriter, drop_later_lines
 from training.report.trackers import Trackers
 
@@ -89,34 +89,23 @@ class RunLog:
         replace_file(folder / "config.yaml", to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
         replace_file(folder / "routing.jsonl", "".join(lines))
-        train = config.train
-        ahead = train.samples(progress.step, progress.tokens)
-        tokens = progress.tokens + ahead * train.sequence_length
         present = data.at(progress.step).since(progress.phase)
-        used = present.describe(final_counts(data, train, progress))
-        parts = [(0, data), *data.later]
+        used = present.describe(final_counts(data, config.train, progress))
+        earlier = present.earlier()
+        ahead = config.train.samples(progress.step, progress.tokens)
+        phases = [(0, data), *data.later]
         facts = {
             "fingerprint": data.fingerprint(),
             "contents": {**contents},
-            "tokens": tokens,
+            "tokens": progress.tokens + ahead * config.train.sequence_length,
             "sets": [asdict(use) for use in used],
             "since": progress.phase.sample,
-            "earlier": present.earlier(),
-            "phases": [{"after_steps": start, "shares": part.shares} for start, part in parts],
+            "earlier": earlier,
+            "phases": [{"after_steps": start, "shares": part.shares} for start, part in phases],
         }
         replace_file(folder / "data.json", json.dumps(facts, indent=2) + "\n")
-        for start, part in parts if data.later else ():
-            shares = ", ".join(f"{name} {share:.1%}" for name, share in part.shares.items())
-            print(f"data from step {start + 1:,} on: {shares}", flush=True)
-        for use in used:
-            print(f"data {f'{use.name}: {use.total}' if data.later else use}", flush=True)
-        if repeated := repeats({use.name: use.epochs for use in used}):
-            print(f"data {repeated}", flush=True)
-        for name, count in present.earlier().items():
-            print(
-                f"data {name}: removed from the mixture after {count:,} tokens",
-                flush=True,
-            )
+        for text in data_lines(data, used, earlier):
+            print(f"data {text}", flush=True)
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
         intervals = {"metrics": config.log.interval, "monitors": monitor_interval}
@@ -166,23 +155,8 @@ class RunLog:
                 self.warned[name] = metrics[metric]
                 text = words.format(new=new, units=", ".join(units), largest=largest)
                 self.note("warning", step, f"warning: {text}")
-        losses = [
-            f"{name.split('/')[1]} {value:.4f}"
-            for name, value in metrics.items()
-            if name.startswith("val/") and name.count("/") == 2 and name.endswith("/loss")
-        ]
-        if len(losses) > 1:
-            losses.append(f"mean {metrics['val/loss']:.4f}")
-        if losses:
-            print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
-        tasks = [
-            f"{name} {metrics[f'task/{name}/acc']:.4f} ({metrics[f'task/{name}/acc_norm']:.4f})"
-            for name in self.config.tasks.files
-            if f"task/{name}/acc" in metrics
-        ]
-        if tasks:
-            print(f"step {step} tasks, acc (acc_norm): {', '.join(tasks)}", flush=True)
-        for line in sample_lines(metrics):
+        scored = validation_lines(metrics, step, self.config.tasks.files)
+        for line in (*scored, *sample_lines(metrics)):
             print(line, flush=True)
 
     def record(self, line: dict[str, Any], step: int) -> None:
@@ -238,6 +212,21 @@ class RunLog:
         self.note("done", outcome.step, text)
         for command in next_commands(self.config):
             print(f"next: {command}", flush=True)
+
+
+def data_lines(
+    data: TrainingData, used: Sequence[SetUse], earlier: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield the console lines about the mixture, the use of its sets, and sets removed from it."""
+    for start, part in ((0, data), *data.later) if data.later else ():
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in part.shares.items())
+        yield f"from step {start + 1:,} on: {shares}"
+    for use in used:
+        yield f"{use.name}: {use.total}" if data.later else str(use)
+    if repeated := repeats({use.name: use.epochs for use in used}):
+        yield repeated
+    for name, tokens in earlier.items():
+        yield f"{name}: removed from the mixture after {tokens:,} tokens"
 
 
 def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:

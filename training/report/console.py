@@ -1,9 +1,10 @@
 """Console output of a run: how to stop it, what it trains, a line per logged step, and what to run
 next."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from models.families import model_size
 from models.huggingface.config_json import InexpressibleError, architecture
@@ -112,6 +113,26 @@ def next_commands(config: Config) -> Iterator[str]:
             yield f'python scripts/generate.py {folder} "In the beginning"'
     target = quote(str(free_name(Path("exported", config.run.name))))
     yield f"python scripts/convert_hf.py export {folder} {target}{options}"
+
+
+def validation_lines(metrics: Mapping[str, Any], step: int, tasks: Iterable[str]) -> Iterator[str]:
+    """Yield the lines on validation losses and scores of `tasks`, if `metrics` contains any."""
+    losses = [
+        f"{name.split('/')[1]} {value:.4f}"
+        for name, value in metrics.items()
+        if name.startswith("val/") and name.count("/") == 2 and name.endswith("/loss")
+    ]
+    if len(losses) > 1:
+        losses.append(f"mean {metrics['val/loss']:.4f}")
+    if losses:
+        yield f"step {step} validation loss: {', '.join(losses)}"
+    scores = [
+        f"{name} {metrics[f'task/{name}/acc']:.4f} ({metrics[f'task/{name}/acc_norm']:.4f})"
+        for name in tasks
+        if f"task/{name}/acc" in metrics
+    ]
+    if scores:
+        yield f"step {step} tasks, acc (acc_norm): {', '.join(scores)}"
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:

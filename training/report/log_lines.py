@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from errno import ENOENT
 from pathlib import Path
 from typing import Any, Final
@@ -87,7 +87,7 @@ class LogFile:
         self._release()
 
 
-@dataclass(frozen=True)
+@dataclass
 class LogLines:
     """The readable lines of a .jsonl file.
 
@@ -108,17 +108,17 @@ def read_lines(path: Path) -> LogLines:
 
     Text after the last newline is an unfinished line and is ignored.
     """
-    log, damaged = LogLines(), 0
+    log = LogLines()
     complete = read_regular(path).split(b"\n")[:-1] if os.path.lexists(path) else ()
     for number, raw in enumerate(complete, start=1):
         line = _line(raw)
         if line is None:
-            damaged += 1
+            log.damaged += 1
         else:
             log.lines.append(line)
             log.raw.append(raw + b"\n")
             log.numbers.append(number)
-    return replace(log, damaged=damaged)
+    return log
 
 
 def drop_later_lines(path: Path, step: int) -> int:
