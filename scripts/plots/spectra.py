@@ -1,12 +1,11 @@
 """Plot monitored matrices and blocks: spectra, heat maps by layer and role, the residual stream and
 attention logits."""
 
-import math
 from collections.abc import Callable, Sequence
-from statistics import fmean
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
@@ -106,19 +105,12 @@ def unit_map(run: RunData, figure: str, label: str, *, is_ratio: bool = False) -
     if not seen:
         return None
     roles = [r for r in run.roles() if any(figure in u for u in run.units(seen[-1], r))]
-    layers = sorted({u["layer"] for u in run.units(seen[-1]) if u["layer"] is not None})
-    table = np.full((len(layers), len(roles)), math.nan)
-    for i, layer in enumerate(layers):
-        for j, role in enumerate(roles):
-            units = run.units(seen[-1], role)
-            figures = [
-                u[figure] for u in units if u["layer"] == layer and u.get(figure) is not None
-            ]
-            if figures:
-                table[i, j] = fmean(figures)
+    units = pd.DataFrame(run.units(seen[-1])).astype({figure: float})
+    layers = sorted(units["layer"].dropna().astype(int).unique())
+    table = units.pivot_table(figure, "layer", "role").reindex(layers, columns=roles)
     height = min(9.0, 1.5 + 0.32 * len(layers))
     drawn, (axis,) = new_figure(width=1.8 + 0.62 * len(roles), height=height)
-    _heat(axis, drawn, table, label, is_ratio)
+    _heat(axis, drawn, table.to_numpy(), label, is_ratio)
     axis.set_xticks(range(len(roles)), roles, rotation=45, ha="right")
     shown = range(0, len(layers), max(1, len(layers) // 12))
     axis.set_yticks(list(shown), [str(layers[i]) for i in shown])
