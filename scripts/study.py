@@ -53,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from scripts.studies.records import RecordBook
     from scripts.studies.running import run_study
     from scripts.studies.tables import markdown
-    from scripts.studies.trainer import Trainer, places
+    from scripts.studies.trainer import StudyTrainer, places
 
     output = options.output.absolute()
     results = (options.results or output).absolute()
     study = read_study(options.study, options.override)
     book = RecordBook(results)
-    trainer = Trainer(output, book, places(options), study.environment)
+    trainer = StudyTrainer(output, book, places(options), study.environment)
     with closing(trainer), progress(trainer.state):
         content = run_study(study, results, trainer.records, options.override, trainer.begin)
     print(markdown(content), end="")

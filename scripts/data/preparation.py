@@ -34,7 +34,7 @@ from scripts.data.plan import (
     shards_folder,
 )
 from scripts.data.repeats import Repeats
-from scripts.data.resume_point import Progress, Saver, read_progress
+from scripts.data.resume_point import Progress, ProgressSaver, read_progress
 from scripts.data.set_writer import DocumentFile, SetWriter, no_documents, token_dtype
 from scripts.data.shards import (
     RECORDS_FILE,
@@ -148,7 +148,7 @@ def _begin(
 ) -> tuple["Pipeline", TokenizerEntry]:
     """Write the tokenizer. Return a pipeline that resumes from the saved progress, and the manifest
     entry of the tokenizer."""
-    progress, saver = read_progress(folder.progress), Saver(folder)
+    progress, saver = read_progress(folder.progress), ProgressSaver(folder)
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())
         print(f"resuming {folder.path} after {counted(documents, 'document')}")
@@ -253,7 +253,7 @@ class Pipeline:
     preparation: Preparation
     folder: AtomicFolder
     progress: Progress
-    saver: Saver
+    saver: ProgressSaver
     encoder: Encoder
     workers: int
     shard: Shard

@@ -76,7 +76,7 @@ class Progress:
 
 
 def read_progress(saved: Any) -> Progress:
-    """Return the progress saved by `Saver`, or initial progress if `saved` is None.
+    """Return the progress saved by `ProgressSaver`, or initial progress if `saved` is None.
 
     Raises ProgressError if `saved` is damaged or from another version of this program.
     """
@@ -92,7 +92,7 @@ def read_progress(saved: Any) -> Progress:
     return Progress(**{**saved, "written": written, "decoded": decoded})
 
 
-class Saver:
+class ProgressSaver:
     """Saves the progress periodically, after syncing the files it refers to."""
 
     def __init__(self, folder: AtomicFolder) -> None:

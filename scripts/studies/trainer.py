@@ -156,7 +156,7 @@ class RunFailedError(InputError):
     """Raised if a run ends without a loss, other than through a nonfinite loss or gradient."""
 
 
-class Trainer:
+class StudyTrainer:
     """Trains a study's runs, with run folders in `output` and records in `book`.
 
     Several processes, on one or more nodes, may share the folders. Each run is trained by one

@@ -18,7 +18,7 @@ from scripts.studies.description import Curve, TunedIn, first_key, read_study, s
 from scripts.studies.records import Record, RecordBook, claimed
 from scripts.studies.running import check_tokenizers, curve_runs, shortened
 from scripts.studies.search import Outcome, run_of, tuned_settings
-from scripts.studies.trainer import RunFailedError, Trainer, message, places, summary
+from scripts.studies.trainer import RunFailedError, StudyTrainer, message, places, summary
 from scripts.study import main, parse
 from tests.paths import ROOT
 from tests.run_results import json_lines
@@ -184,7 +184,7 @@ def test_a_run_of_another_process_is_not_trained_again(waits, study_file, tmp_pa
     monkeypatch.setattr("scripts.studies.trainer.time", clock)
     if not waits:
         theirs.add(record)
-    with closing(Trainer(tmp_path, ours)) as trainer:
+    with closing(StudyTrainer(tmp_path, ours)) as trainer:
         monkeypatch.setattr(trainer, "_train", lambda *_: pytest.fail("trained again"))
         with claimed(tmp_path / (run.folder if waits else "another run")):
             assert [record.loss for record in trainer.records([run])] == [2.0]
@@ -222,7 +222,7 @@ def test_only_a_whole_run_is_recorded(
             write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
         return code, 1.0
 
-    with closing(Trainer(tmp_path, book)) as trainer:
+    with closing(StudyTrainer(tmp_path, book)) as trainer:
         monkeypatch.setattr(trainer, "_run", finished)
         if isinstance(expected, str):
             with pytest.raises(RunFailedError, match=re.escape(expected)):
@@ -285,7 +285,7 @@ def test_a_damaged_record_is_named(tmp_path):
 
 
 def test_progress_is_the_last_step_of_each_run(tmp_path):
-    with closing(Trainer(tmp_path, RecordBook(tmp_path))) as trainer:
+    with closing(StudyTrainer(tmp_path, RecordBook(tmp_path))) as trainer:
         for name, text in (("lr-1", "begins\nstep 2/9\nnext: plot\n"), ("lr-2", "")):
             (tmp_path / name).mkdir()
             (tmp_path / name / "log.txt").write_text(text)
