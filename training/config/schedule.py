@@ -118,8 +118,8 @@ class TrainConfig(Section):
     fp8: Literal["hybrid", "e4m3"] | None = None
     """FP8 format for Transformer Engine's linear layers; null = compute them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation. none: store all activations; selective: recompute those of dense
-    and shared feed-forward blocks; full: store only the input of each layer."""
+    """Activation recomputation. none: store all activations; selective: recompute the activations
+    of dense and shared feed-forward blocks; full: store only the input of each layer."""
     loss_chunk: Count | None = None
     """Compute the logits in chunks of this many vocabulary entries per rank to save memory; the
     backward pass recomputes them. null = compute all logits at once."""
@@ -141,8 +141,8 @@ class TrainConfig(Section):
     fusing, for debugging; null: do not compile; auto: inductor on GPUs that support it, null on CPU
     and with Transformer Engine, which fuses the same operations."""
     max_skipped_steps: Whole = 10
-    """Maximum number of consecutive steps to skip because of non-finite values or loss spikes; one
-    more ends the run."""
+    """Maximum number of consecutive steps to skip because of non-finite values or loss spikes; the
+    next skip ends the run."""
 
     @property
     def last(self) -> int:
