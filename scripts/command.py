@@ -132,9 +132,9 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
     """Wrap `main` to report user errors on stderr and return an exit code.
 
     `main` returns 0 on success, and 1 if a check or a run failed. InputError, OSError and
-    EngineError print `error: ...` and return 2; CollectiveError prints it and returns 1. Ctrl-C
-    returns 130. Any other exception is a bug and prints its traceback. Characters that stdout or
-    stderr cannot encode are escaped.
+    EngineError print `error: ...` and return 2; CollectiveError prints the same line and returns 1.
+    Ctrl-C returns 130. Any other exception is a bug and prints its traceback. Characters that
+    stdout or stderr cannot encode are escaped.
     """
 
     @functools.wraps(main)

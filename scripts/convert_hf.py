@@ -109,7 +109,7 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _unsuitable_data(options: argparse.Namespace, config: Path) -> str | None:
-    """Return why the config's data cannot train the imported weights, or None if it can, is
+    """Return why the config's data cannot train the imported weights, or None if the data fits, is
     missing or is damaged."""
     from training.checkpoint.checkpoints import read_checkpoint
     from training.checkpoint.initial_weights import unsuitable_data
@@ -171,7 +171,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="skip comparing the logits with transformers",
     )
     back = commands.add_parser("import", help="convert a model folder to a checkpoint")
-    back.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face model folder")
+    back.add_argument("source", type=Path, metavar="HF_DIR", help="Hugging Face model folder")
     back.add_argument("target", type=output_path, metavar="OUT", help="new checkpoint folder")
     back.add_argument(
         "--config",

@@ -36,7 +36,7 @@ from training.errors import InputError
 from training.report.text import progress
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
-"""Keys of lm-eval's output to keep in results.json: the results, and what is needed to identify the
+"""Keys of lm-eval's output to keep in results.json: the results and the facts that identify the
 evaluation."""
 PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
     None: None,
@@ -122,7 +122,9 @@ def score_checkpoint(
     """
     check_launched()
     if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise InputError(f"the evaluation runs on a single rank: unset WORLD_SIZE, got {size}")
+        raise InputError(
+            f"WORLD_SIZE must be 1 or unset, got {size}: the evaluation runs on a single rank"
+        )
     if dtype not in PRECISIONS:
         raise InputError(f"--dtype must be float32 or bfloat16 for a run, got {dtype}")
     from models.engine import import_engine  # deferred: slow imports

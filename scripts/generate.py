@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="run folder (uses the newest complete checkpoint), checkpoint folder or exported "
         "model",
     )
-    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("prompt", help="text to continue")
     parser.add_argument(
         "--tokens",
         type=whole_number(),
@@ -158,7 +158,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=0.0,
         help="sampling temperature; 0 means greedy decoding (default: 0)",
     )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use instead of the run's")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json to use (default: the run's tokenizer)"
+    )
     parser.add_argument("--seed", type=whole_number(0), help="sampling seed (default: 0)")
     return parser.parse_args(arguments)
 

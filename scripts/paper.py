@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the requested commands. Return the exit code of the first one that fails, or 0."""
+    """Run the requested commands. Return the exit code of the first command that fails, or 0."""
     options = parse(arguments)
     # Deferred: these modules import torch, pandas and matplotlib.
     from scripts.papers.catalogue import (

@@ -20,15 +20,15 @@ The seed sets the initial weights and the data order. Variants are compared seed
 interval is within 0.02 nats of 0, and `cannot tell` if a wider interval contains 0. A run with a
 nonfinite loss fails, and its variant has no mean. If a chosen setting is at either end of its grid,
 the verdict is `refused`. At the start, the script prints all keys that differ between a variant and
-its reference, except those that are tuned or listed in `overrides` or `differs`; table.md lists
-them too.
+its reference, except keys that are tuned or listed in `overrides` or `differs`; table.md lists them
+too.
 
 With `search`, every variant is first tuned by successive halving. Each stage trains its candidates
-for a `share` of the `full` length, then the best `keep` candidates for the next share, with the
-search's `seed` or several `seeds` of this share. The next stage starts from the best candidate. The
-tuning cost must be the same for all variants. With `tuned_in`, variants start from the settings
-chosen in another study. In a width sweep, the variants are widths, and the only stage is a learning
-rate grid.
+for a `share` of the `full` length, then the best `keep` candidates for the next share. All use the
+search's `seed`, unless a share lists its own `seeds`. The next stage starts from the best
+candidate. The tuning cost must be the same for all variants. With `tuned_in`, variants start from
+the settings chosen in another study. In a width sweep, the variants are widths, and the only stage
+is a learning rate grid.
 """
 
 import argparse

@@ -144,7 +144,8 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
 
 
 def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[str]:
-    """Yield a message for each of the `facts` that differs from that attribute of `stated`."""
+    """Yield a message for each entry of `facts` that differs from the attribute of `stated` with
+    this name."""
     for key, value in facts.items():
         if getattr(stated, key) != value:
             yield f"{what}: {key} must be {getattr(stated, key)}, got {value}"

@@ -101,7 +101,7 @@ def write_state(
 
 
 class LastParameter:
-    """Caches the last parameter read, because all units of a parameter are read in a row."""
+    """Caches the last parameter read, because all units of a parameter are read consecutively."""
 
     def __init__(self, read: Read) -> None:
         self._read = read

@@ -55,7 +55,7 @@ def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tupl
 def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
     """Return the median time of a call with a cold cache, in milliseconds.
 
-    One untimed call precedes the timed ones, in case the first call compiles.
+    One untimed call precedes the timed calls, in case the first call compiles.
     """
     call()
     # Zeroing `scratch` keeps the device busy until the host has launched the call.
@@ -65,7 +65,8 @@ def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
-    """Call every variant once per round. Return each one's results without the warm-up rounds."""
+    """Call every variant once per round. Return each variant's results without the warm-up
+    rounds."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name, side in sides.items():
@@ -106,6 +107,6 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path | None, content: object) -> None:
-    """Write `content` as JSON to `path`, unless it is None."""
+    """Write `content` as JSON to `path`, unless `path` is None."""
     if path is not None:
         write_whole(path, json.dumps(content, indent=2) + "\n")

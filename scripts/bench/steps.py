@@ -230,7 +230,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and count the bytes that it sends (a collective's second argument)."""
+        """Run an operation and, if it is a collective, count the bytes sent: its second
+        argument."""
         name, size = func.name(), dist.get_world_size()
         if name == "c10d::alltoall_base_":
             kept = args[4][dist.get_rank()] if args[4] else args[1].numel() // size
@@ -332,14 +333,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole_number(),
         nargs="+",
         default=[1, 8],
-        help="rank counts; for each, measures the matrices of the busiest rank (default: 1 8)",
+        help="numbers of ranks, for which the busiest rank's matrices are measured (default: 1 8)",
     )
     parser.add_argument("--peers", type=Path, help="folder with checkouts of other libraries")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     parser.add_argument(
         "--repeats", type=whole_number(), default=10, help="number of timed steps (default: 10)"
     )
-    parser.add_argument("--graph", action="store_true", help="capture our steps in CUDA graphs")
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="capture steps of spectrain's optimizers in CUDA graphs",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_json(parser)
     return parser.parse_intermixed_args(arguments)

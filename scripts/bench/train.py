@@ -16,7 +16,7 @@ tokens and verifies their hashes; `--variant data.verify=none` skips the verific
 
 MFU is model FLOPs per token times tokens per second per device, divided by the device's dense
 bfloat16 peak. Model FLOPs per token (models/families.py) are 6 for each parameter of an active
-matrix, plus those of causal attention; recomputation is not counted. The peaks
+matrix, plus the FLOPs of causal attention; recomputation is not counted. The peaks
 (parallel/plan/devices.py) are taken from NVIDIA data sheets, such as 989e12 for H100 SXM and H200.
 For devices without a listed peak, set --peak-flops; otherwise MFU is null. On a GPU, phases are
 timed with CUDA events, which do not block the step. Step times include the logging that the config
@@ -81,7 +81,7 @@ PASSES: Final = ("data", "forward", "backward")
 class Phases:
     """Times phases with CUDA events (which do not block) on a GPU, and with `clock` on a CPU.
 
-    Phases may be nested, in which case time is attributed to the innermost one.
+    Phases may be nested, in which case time is attributed to the innermost phase.
     """
 
     def __init__(

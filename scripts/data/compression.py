@@ -146,7 +146,7 @@ def _check_padding(size: int) -> None:
 
 def rewritten(path: Path, program: str, end: str) -> str:
     """Return a shell command that pipes the decompressed file through `program` to a new file and
-    renames the original, so that a folder is no longer read with both."""
+    renames the original, so that only the new file is read with the folder."""
     kind = SUFFIXES.get(path.suffix)
     plain = path if kind is None else path.with_suffix("")
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"

@@ -161,7 +161,7 @@ class RoundTrip:
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
         """Reject a tokenizer that changes text.
 
-        Before `DECODED` documents are decoded, only a call with `final` checks.
+        Do nothing until `DECODED` documents have been decoded, unless `final` is set.
 
         Raises:
             DataError: `allowed` is False and the fraction of changed documents exceeds `LARGEST`.

@@ -140,7 +140,7 @@ class AtomicFolder:
 
 
 def _remove(*paths: Path) -> None:
-    """Delete those of the paths that exist."""
+    """Delete the paths, ignoring missing ones."""
     for path in paths:
         if os.path.lexists(path):
             delete(path)

@@ -9,8 +9,8 @@ MOST: Final = 1 << 16
 
 
 class Repeats:
-    """Counts equal documents. Beyond `MOST` distinct documents, counts a random sample of them,
-    each with all of its copies."""
+    """Counts equal documents. With more than `MOST` distinct documents, counts all copies of a
+    random sample of the documents."""
 
     def __init__(self) -> None:
         self._counts: dict[int, Counter[str]] = {}
@@ -27,12 +27,13 @@ class Repeats:
             self._counts = {k: each for k, each in self._counts.items() if not k % self._one_in}
 
     def warnings(self, names: Sequence[str]) -> Iterator[str]:
-        """Yield a warning for each set that contains a document twice, or one of an earlier set."""
+        """Yield a warning for each set that repeats its own documents or those of an earlier
+        set."""
         about = "about " if self._one_in > 1 else ""
         for i, name in enumerate(names):
             counts = [each for each in self._counts.values() if name in each]
             total = sum(each[name] for each in counts)
-            repeated = {"repeat an earlier one": total - len(counts)}
+            repeated = {"repeat an earlier document": total - len(counts)}
             for other in names[:i]:
                 shared = sum(each[name] for each in counts if other in each)
                 repeated[f"are also in {other}"] = shared

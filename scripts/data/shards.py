@@ -153,8 +153,8 @@ class Shards:
         """Yield chunks of the documents of input `unit`, and their positions, from document `skip`.
 
         `unit` is the index of the input in the preparation. `number` is the input's index in the
-        portion, which positions contain. Stops at the first document that is in no shard and
-        returns its index, or None if the shards contain all documents of the input.
+        portion; the yielded positions contain it. Stops at the first document that is in no shard
+        and returns its index, or None if the shards contain all documents of the input.
         """
         parts = [
             documents[unit]

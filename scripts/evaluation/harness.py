@@ -73,7 +73,7 @@ SHORT: Final = {
 }  # fmt: skip
 """Short forms of lm-eval's options."""
 MERGED: Final = ("--model_args", "--gen_kwargs", "--metadata")
-"""Options that lm-eval merges if given repeatedly. For all others, the last value wins."""
+"""Options that lm-eval merges if given repeatedly. For all other options, the last value wins."""
 
 STANDARD_ERROR = "_standard_error"
 """Suffix of metrics that hold the standard error of a local task's metric.
@@ -137,7 +137,7 @@ def check_options(options: Sequence[str], own: Sequence[str], settings: Sequence
             name = SHORT.get(name, name)
             if name not in MERGED and (name in own or name in names):
                 by = "evaluate.py" if name in own else "an earlier option"
-                raise InputError(f"lm-eval's {name} is already set by {by}, got {text}")
+                raise InputError(f"lm-eval's {name} is already set by {by}; remove {text}")
             names.append(name)
         if names[-1:] == ["--model_args"]:
             for key in fixed.intersection(re.findall(r"(\w+)=", text)):

@@ -108,8 +108,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Method:
-    """A method: whether hidden layers take spectral steps, the step size, and the number of msign
-    steps."""
+    """Settings of a method: whether hidden layers take spectral steps, the step size, and the
+    number of msign steps."""
 
     spectral: bool
     lr: float
@@ -358,7 +358,7 @@ def gated_regression(
 
 
 def gated_checks(runs: dict[str, dict[str, Training]]) -> list[Check]:
-    """Check what the paper states about the two batch sizes."""
+    """Check the paper's statements about the two batch sizes."""
     small, large = runs["small"], runs["large"]
     early = len(small["gd"].losses) // 5
     lead = small["gd"].losses[early] / small["spectral"].losses[early]

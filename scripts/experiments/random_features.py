@@ -221,8 +221,8 @@ def relu_features(
     """Figure 3 of the criterion paper: spectral descent wins on ReLU random features.
 
     Both methods run on A = relu(V X). Spectral descent is also started from gradient descent
-    iterates: the one with the highest nuclear rank, and every `restart`-th one. For `sizes`, see
-    `drawn`.
+    iterates: the iterate with the highest nuclear rank, and every `restart`-th iterate. For
+    `sizes`, see `drawn`.
     """
     task = drawn(draws, sizes, 1, torch.relu)
     stable = float(stable_rank(task.a))

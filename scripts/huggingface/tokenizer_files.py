@@ -22,10 +22,9 @@ SETTINGS_FILE = "tokenizer_config.json"
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
     """Return the tokenizer used by the run that wrote a checkpoint.
 
-    Use the first that is known of the `given` file or folder, the tokenizer in an imported
-    checkpoint, the one in the config, and the one in the data manifest. Raises InputError if no
-    tokenizer is known, or if it is not the run's tokenizer or has more tokens than the model's
-    vocabulary.
+    The `given` file or folder takes precedence, followed by the tokenizers in an imported
+    checkpoint, in the config and in the data manifest. Raises InputError if no tokenizer is known,
+    or if it is not the run's tokenizer or has more tokens than the model's vocabulary.
     """
     config = info.config
     manifest = _manifest(config)
@@ -119,7 +118,7 @@ def tokenizer_source(info: CheckpointInfo) -> Path | None:
 
 
 def _found_source(info: CheckpointInfo) -> Path:
-    """Return `tokenizer_source(info)`. Raises InputError if it is unknown."""
+    """Return `tokenizer_source(info)`. Raises InputError if the tokenizer is unknown."""
     source = tokenizer_source(info)
     if info.imported and source != info.path:
         raise InputError(

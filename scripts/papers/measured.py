@@ -279,7 +279,7 @@ def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
-    """Return the statistics of a series that are quoted in results."""
+    """Return a series' summary statistics, for use in papers.yaml."""
     values = pd.Series([*series.values()])
     return {
         "first": values.iloc[0],

@@ -23,7 +23,7 @@ COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "tra
 
 MOST = 12
 """Maximum number of runs per figure. The runs with the lowest validation loss are drawn or, if no
-run has a validation loss, those with the lowest training loss."""
+run has a validation loss, the runs with the lowest training loss."""
 
 SHOWN_KEYS = 8
 """Maximum number of differing config keys to list per run."""
@@ -187,7 +187,7 @@ def comparison(base: Path, folders: Sequence[Path]) -> str:
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return a list for each config of its values of the keys that differ between configs.
+    """For each config, return a list of its values for the keys that differ between configs.
 
     Each value has the form `key value`. A section that is null in some of the configs counts as a
     single key.

@@ -20,10 +20,9 @@ BINS = 60
 def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
     """Draw a histogram of the units' singular values for each role.
 
-    Each singular value is divided by its unit's largest.
-    For PC layers, the histogram also shows PC(W). `path` is a run folder or a checkpoint. By
-    default, all matrix roles except embedding and head are drawn. Raises InputError for a role that
-    is not in the model.
+    Each singular value is divided by its unit's largest singular value. For PC layers, the
+    histogram also shows PC(W). `path` is a run folder or a checkpoint. By default, all matrix roles
+    except embedding and head are drawn. Raises InputError for a role that is not in the model.
     """
     info = read_checkpoint(path)
     for problem in problems(info):

@@ -150,7 +150,7 @@ def deciles(
 ) -> np.ndarray | None:
     """Return the deciles `[11]` of the singular values, averaged over a role's units.
 
-    `names` lists keys in order of preference. Returns None if no unit has any of them.
+    `names` lists keys in order of preference. Returns None if no unit has any of these keys.
     """
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
     present = [row[0] for row in rows if row]

@@ -78,7 +78,7 @@ def run_study(
 
 
 def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
-    """Move the overrides in `extra` of keys in `full` to the study's `full`.
+    """Move overrides of keys in `full` from `extra` to the study's `full`.
 
     Return the study and the remaining overrides. Raises InputError if a moved value is not a
     non-negative integer.
@@ -110,7 +110,8 @@ def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
 def check_candidates(
     study: Study, start: dict[str, list[str]], extra: Sequence[str]
 ) -> dict[str, Config]:
-    """Load the configs of all candidates. Return each variant's config with its first candidates.
+    """Load the configs of all candidates. Return each variant's config with every stage's first
+    candidate.
 
     Raises InputError if a config is invalid.
     """
@@ -131,7 +132,7 @@ def check_candidates(
 
 
 def hopeless_grids(study: Study) -> list[str]:
-    """Return a warning for each grid of which every value is an end, as in `tables.grid_ends`."""
+    """Return a warning for each grid in which every value is an end (see `tables.grid_ends`)."""
     lines = []
     for name, variant in study.variants.items():
         grids: dict[str, set[float]] = {}

@@ -116,7 +116,8 @@ def try_all(
 
 
 def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:
-    """Return the `count` candidates of a variant with the lowest loss. Failed ones come last."""
+    """Return the `count` candidates of a variant with the lowest loss. Failed candidates come
+    last."""
     mine = [trial for trial in trials if trial.variant == variant]
     mine.sort(key=lambda trial: math.inf if trial.loss is None else trial.loss)
     return [trial.candidate for trial in mine[:count]]

@@ -55,8 +55,8 @@ LATER: Final = {
     "rows": [{"variant": str, "losses": [NUMBER], "runs": [str]}],
     "points": [{"share": int | float, "losses": [NUMBER]}],
 }
-"""Shapes of results.json, for `check_shape`: SHAPE has the keys in every file, and LATER those
-added over the course of the study."""
+"""Shapes of results.json, for `check_shape`: SHAPE lists the keys in every file, and LATER the keys
+added during the study."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
 
 
 def trials_by_rung(results: Results) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Return the trials in the first rungs of all stages, and those in later rungs."""
+    """Return the trials in the first rungs of all stages, and the trials in later rungs."""
     first: dict[str, object] = {}
     parts: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = [], []
     for trial in results.get("trials", ()):

@@ -221,7 +221,7 @@ def test_options_that_miss_another_are_refused(options, rule, tmp_path, refusal)
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("WORLD_SIZE", "2", "runs on a single rank: unset WORLD_SIZE, got 2"),
+        ("WORLD_SIZE", "2", "WORLD_SIZE must be 1 or unset, got 2"),
         ("RANK", "abc", "RANK must be a non-negative integer, got 'abc'"),
     ],
 )
@@ -254,9 +254,12 @@ def test_results_of_another_evaluation_at_the_same_time_are_refused(tmp_path) ->
     ("options", "rule"),
     [
         (["--num_fewshot", "0", "--num_fewshot=5"], "--num_fewshot is already set by an earlier"),
-        (["-L", "5", "--limit", "6"], "--limit is already set by an earlier option, got --limit"),
+        (
+            ["-L", "5", "--limit", "6"],
+            "--limit is already set by an earlier option; remove --limit",
+        ),
         (["--model", "vllm"], "--model is already set by evaluate.py"),
-        (["-t", "piqa"], "--tasks is already set by evaluate.py, got -t"),
+        (["-t", "piqa"], "--tasks is already set by evaluate.py; remove -t"),
         (["--output_path=x"], "--output_path is already set by evaluate.py"),
         (["--include_path", "x"], "--include_path is already set by evaluate.py"),
         (["--model_args", "max_length=9,pretrained=other"], "--model_args must not set pretrained"),

@@ -472,7 +472,7 @@ def test_documents_that_occur_twice_are_warned_of(inputs, tmp_path, capsys) -> N
     options += [f"--tokenizer={inputs}/tokenizer.json", f"--output={tmp_path}/out"]
     assert main([*options, "--workers=1"]) == 0
     said = capsys.readouterr().err
-    assert "warning: set a.train: 60 of 100 documents repeat an earlier one\n" in said
+    assert "warning: set a.train: 60 of 100 documents repeat an earlier document\n" in said
     assert "warning: set a.validation: 2 of 3 documents are also in a.train\n" in said
 
 
