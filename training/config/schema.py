@@ -277,7 +277,7 @@ class MonitorsConfig(Section):
     """Metric groups to compute in addition to the rules' own metrics. noise and spectra are off by
     default: noise stores the gradients of `noise_samples` micro-batches and the weights of
     `noise_samples` steps; spectra computes the singular values of momentum and updates, which is as
-    expensive as computing those of the weights."""
+    expensive as for the weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
     """Per-rank memory limit, in GiB, for the Gram matrices of activations; if they exceed it, each
     monitored step measures a different subset of the layers, in rotation."""
