@@ -23,7 +23,8 @@ from training.machine.device import versions
 from training.report.text import table
 
 FLUSHED_BYTES = 1 << 28
-"""Number of bytes to write between GPU calls to flush the L2 cache; several times its size."""
+"""Number of bytes to write between GPU calls to flush the L2 cache; several times the cache's
+size."""
 MIB = 2**20
 
 Call = Callable[[], object]

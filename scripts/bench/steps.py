@@ -11,7 +11,7 @@ bfloat16 weights and float32 master weights. Without `--config`, our rules use t
 defaults with float32 weights. Rows named "equal" use five msign steps in bfloat16, the default in
 the other libraries. All other optimizers update float32 weights.
 
-`--peers` is a folder with checkouts of other projects. It may have the subfolders dion
+`--peers` is a folder with checkouts of other projects. The folder may have the subfolders dion
 (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
 (NVIDIA-NeMo/Emerging-Optimizers) and gram_newton_schulz (Dao-AILab/gram-newton-schulz: its Muon
 with torch matmuls). On a GPU, each project uses its own kernels.
@@ -203,7 +203,7 @@ class Side:
         self.step = CapturedStep(optimizer) if graphed else optimizer.step  # type: ignore[arg-type]
 
     def turn(self) -> tuple[float, float]:
-        """Take a step. Return its device time and host time in ms, averaged over ranks."""
+        """Take a step and return its device and host times in ms, averaged over ranks."""
         if not self.sharded:
             synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
             return timed(self.step, self.device, synchronize)

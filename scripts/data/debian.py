@@ -152,7 +152,7 @@ class Corpus(Section):
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Read a corpus file. Raises InvalidConfigError listing every problem in it."""
+    """Read a corpus file. Raises InvalidConfigError listing every problem in the file."""
     try:
         return bind(Corpus, read_merged(path))
     except InvalidConfigError as error:

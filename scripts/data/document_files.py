@@ -33,7 +33,7 @@ NO_ZEROS: Final = r"sed 's/\x00//g'"
 
 Owns = Callable[[int, int | None], bool]
 """Function of an input number and a document number that returns whether to read the document. If
-the document number is None, it returns whether to read any document of the input."""
+the document number is None, the function returns whether to read any document of the input."""
 
 
 @dataclass(frozen=True, kw_only=True)

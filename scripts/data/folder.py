@@ -157,7 +157,8 @@ def clean_up(output: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Create and lock a file. Return its descriptor, or None if another process holds the lock."""
+    """Create and lock a file. Return the file's descriptor, or None if another process holds the
+    lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

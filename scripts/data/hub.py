@@ -49,7 +49,7 @@ class HubInput:
         """Stream all rows without downloading whole files.
 
         `datasets` retries to open and read a file when the connection fails or the hub is
-        overloaded. Raises DataError after its last attempt, or if the dataset cannot be opened.
+        overloaded. Raises DataError after the last attempt, or if the dataset cannot be opened.
         """
         stream = _stream(self)
         if self.file is not None:

@@ -41,7 +41,7 @@ class Shard:
     def owns(self, unit: int, document: int | None) -> bool:
         """Return whether this shard encodes document number `document` of input number `unit`.
 
-        If `document` is None, return whether it encodes any document of that input.
+        If `document` is None, return whether the shard encodes any document of that input.
         """
         if self.cut:
             return document is None or document // BLOCK % self.count == self.number

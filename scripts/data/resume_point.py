@@ -50,7 +50,7 @@ class Progress:
     tokenizer: str = ""
 
     def file(self, name: str) -> Written:
-        """Return the statistics of a document file. The writer updates them in place."""
+        """Return the statistics of a document file. The writer updates the statistics in place."""
         return self.written.setdefault(name, Written())
 
     @property

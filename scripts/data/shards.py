@@ -188,7 +188,7 @@ class Shards:
 
 
 def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[int, _Part]:
-    """Return a shard's part of each input. Raises DataError if its files are damaged."""
+    """Return a shard's part of each input. Raises DataError if the shard's files are damaged."""
     parts, document, token = {}, 0, 0
     left = {unit for first, end in entry.left for unit in range(first, end)}
     for unit in range(units):

@@ -146,8 +146,8 @@ def check_options(options: Sequence[str], own: Sequence[str], settings: Sequence
 
 
 def end_token(folder: Path) -> int | None:
-    """Return `eos_token_id` from a model's config.json. Raises InputError if it is neither an
-    integer nor null."""
+    """Return `eos_token_id` from a model's config.json. Raises InputError if the value is neither
+    an integer nor null."""
     end = read_settings(folder).get("eos_token_id")
     if end is not None and type(end) is not int:
         raise InputError(

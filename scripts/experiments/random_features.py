@@ -338,7 +338,7 @@ def gradients(task: Regression, times: Sequence[int]) -> Tensor:
     """Return the gradients `[times, rows, features]` of gradient descent from zero with step size
     1 / L_F.
 
-    In closed form, they are -C (I - B / L_F)^t with B = A A^T / n and C = Y A^T / n.
+    In closed form, the gradients are -C (I - B / L_F)^t with B = A A^T / n and C = Y A^T / n.
     """
     n = task.a.shape[1]
     values, vectors = torch.linalg.eigh(task.a @ task.a.mT / n)

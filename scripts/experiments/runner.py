@@ -100,8 +100,8 @@ class Result:
 
 
 def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: str) -> Result:
-    """Run an experiment and write NAME.json and the figure NAME`suffix` to `output`. If it
-    diverges, the result is a single failed check, and any previous figure is removed."""
+    """Run an experiment and write NAME.json and the figure NAME`suffix` to `output`. If the
+    experiment diverges, the result is a single failed check, and any previous figure is removed."""
     experiment = EXPERIMENTS[name]
     published = not small and seed in (None, experiment.seed)
     seed = experiment.seed if seed is None else seed

@@ -31,7 +31,7 @@ def solver_curve(
     repeats: int = 5,
 ) -> Outcome:
     """Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone. For
-    independent Gaussian matrices, its root is close to 0. The solver finds this root.
+    independent Gaussian matrices, the root of f is close to 0. The solver finds this root.
 
     For each shape, the experiment computes f on a grid and the roots for several draws. It also
     computes the multipliers of small matrices to nine digits.

@@ -75,8 +75,8 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     """Return the tokenizer in `folder` as loaded by transformers.
 
-    Raises InputError if it encodes or decodes text differently than the folder's tokenizer.json.
-    See `check_tokens`.
+    Raises InputError if the tokenizer encodes or decodes text differently than the folder's
+    tokenizer.json. See `check_tokens`.
     """
     from transformers import AutoTokenizer
 

@@ -216,9 +216,9 @@ def write_shards(
     """Write `tensors` to model.safetensors or, above `limit` bytes, to several files and an index.
 
     `tensors` yields (name, value) in the order of `entries`, whose meta tensors define the shapes
-    and dtypes to write. A tensor above `limit` gets a file of its own. Only one other file is in
-    memory at a time. Raises InputError if a value is not finite in the target dtype, or if a file
-    cannot be written.
+    and dtypes to write. A tensor above `limit` gets its own file. Only one other file is in memory
+    at a time. Raises InputError if a value is not finite in the target dtype, or if a file cannot
+    be written.
     """
     split = split_torch_state_dict_into_shards(
         entries, filename_pattern="model{suffix}.safetensors", max_shard_size=limit

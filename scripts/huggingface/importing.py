@@ -244,7 +244,7 @@ class TheirFiles:
         return list(expected.values())
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor in its stored dtype. Raises InputError if it is not finite."""
+        """Read a tensor in its stored dtype. Raises InputError if the tensor is not finite."""
         tensor: Tensor = self._files[name].get_tensor(name)
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{self.source}: {name} must be finite, got NaN or infinity")

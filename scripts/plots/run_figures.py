@@ -30,7 +30,7 @@ class RunFigure:
     half: bool = False
 
     def draw(self, run: RunData) -> Figure | None:
-        """Draw a single run. Return None if it has no data for this figure."""
+        """Draw a single run. Return None if the run has no data for this figure."""
         if self.single is not None:
             return self.single(run)
         assert self.overlay is not None

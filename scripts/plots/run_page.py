@@ -83,7 +83,8 @@ def figure_sections(
 
 
 def drawn(figure: Figure, key: str) -> str:
-    """Return the figure as an SVG element. Its ids are prefixed with `key` to make them unique."""
+    """Return the figure as an SVG element. The element's ids are prefixed with `key` to make them
+    unique."""
     enlarge_text(figure)
     mark_single_points(figure)
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
@@ -212,7 +213,7 @@ def happenings(run: RunData) -> Iterator[dict[str, Any]]:
 
 
 def event_text(event: Line) -> str:
-    """Return an event's text. For failures, it includes the error type, rank and host."""
+    """Return an event's text. For failures, the text includes the error type, rank and host."""
     if "error" not in event:
         return str(event["text"])
     rank, host = event.get("rank"), event.get("host")

@@ -19,7 +19,7 @@ VARIABLES: Final = (
     "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
     "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
-"""Environment variables that a study may set. None of them can load or run code."""
+"""Environment variables that a study may set. None of these variables can load or run code."""
 
 
 def first_key(keys: str) -> str:

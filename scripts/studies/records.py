@@ -114,8 +114,8 @@ class RecordBook:
 def claimed(folder: Path) -> Iterator[bool]:
     """Claim `folder` within a context. Yield False if another thread or process has claimed it.
 
-    The claim is a file lock, which the operating system releases even if the process is killed. If
-    nodes share the file system, it must support locks.
+    The claim is a file lock, which the operating system releases even if the process is killed. A
+    file system that is shared by nodes must support locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / CLAIM).open("a", encoding="utf-8") as file:

@@ -60,7 +60,7 @@ added during the study."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a study's results.json. Raises InputError if it is not a study's results file."""
+    """Read a study's results.json. Raises InputError if the file is not a study's results file."""
     try:
         content: dict[str, Any] = read_json(path)
         check_shape(content, SHAPE, str(path))

@@ -160,7 +160,7 @@ class StudyTrainer:
     """Trains a study's runs, with run folders in `output` and records in `book`.
 
     Several processes, on one or more nodes, may share the folders. Each run is trained by one
-    process, and its record is read by all of them.
+    process, and all processes read its record.
     """
 
     def __init__(
