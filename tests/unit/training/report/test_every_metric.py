@@ -142,6 +142,10 @@ def test_every_metric_is_what_its_name_says(folder: str, world, monkeypatch) -> 
                 assert value == pytest.approx(known, rel=1e-4, abs=1e-9), (name, line["step"])
             met |= {*checks, *others}
     assert met == {*CHECKED, *ELSEWHERE}
+    reports = [line for line in lines if "train/loss" in line]
+    names = [{n for n in line if not n.startswith(("val/", "monitor/"))} for line in reports]
+    assert [line["step"] for line in reports] == [3, 6, 9, 12, 15, 18, 20]
+    assert all(each == names[0] for each in names)  # the last step is reported like all others
     assert abs(lines[-1]["val/a/loss"] - lines[-1]["val/b/loss"]) > 0.01
     assert [line["step"] for line in lines] == [1, 3, 5, 6, 9, 10, 12, 15, 18, 20]
 
