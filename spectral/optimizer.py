@@ -256,10 +256,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if parameter not in self._kinds:
                 names.append(name)
         if names:
-            named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             _warn(
-                f"{named} will not be updated, because split_parameters skips frozen parameters; "
-                "add them with add_param_group"
+                f"{_listed(names)} will not be updated, because split_parameters skips frozen "
+                "parameters; add them with add_param_group"
             )
             self._frozen = [each for each in self._frozen if each[0] not in names]
 
@@ -663,12 +662,23 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._present = present
         if raises:
             if not finite:
-                raise FloatingPointError("a gradient is not finite; no parameter was updated")
+                raise FloatingPointError(
+                    f"{self._nonfinite(parameters)} is not finite; no parameter was updated"
+                )
             return None
         if self.skipped_steps.device != device:  # only in the first step
             self.skipped_steps = self.skipped_steps.to(device)
         self.skipped_steps.add_(~finite)
         return finite
+
+    def _nonfinite(self, parameters: Sequence[Tensor]) -> str:
+        """Describe the nonfinite gradients on this rank."""
+        named = [
+            self._names.get(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+            for parameter in parameters
+            if parameter.grad is not None and not are_finite([local_of(parameter.grad)])
+        ]
+        return f"the gradient of {_listed(named)}" if named else "a gradient on another rank"
 
 
 def _warn(message: str) -> None:
@@ -677,6 +687,11 @@ def _warn(message: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return up to three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
 def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None) -> Step:

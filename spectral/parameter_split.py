@@ -243,7 +243,7 @@ def _apart(
 ) -> set[int]:
     """Return the ids of the parameters in `elementwise`, including those of its modules."""
     own, apart = {id(p) for p in module.parameters()}, set[int]()
-    if isinstance(elementwise, (nn.Module, nn.Parameter)):
+    if isinstance(elementwise, (nn.Module, nn.Parameter, str)):  # a string is refused whole
         elementwise = [elementwise]
     for each in elementwise:
         if not isinstance(each, (nn.Module, nn.Parameter)):

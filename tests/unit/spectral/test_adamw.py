@@ -21,14 +21,16 @@ def gradient(shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
 def test_the_optimizer_sees_gradients_that_are_not_finite(kind, poison, nonfinite) -> None:
     """Huge gradients whose sum overflows count as finite."""
     parameters = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
-    optimizer = kind(parameters, lr=0.1, nonfinite=nonfinite)  # type: ignore[arg-type]
+    named = zip(("first", "second"), parameters, strict=True)
+    optimizer = kind(named, lr=0.1, nonfinite=nonfinite)  # type: ignore[arg-type]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     assert parameters[0].grad is not None
     parameters[0].grad[:2] = poison
     stays = poison != 3e38
     raises = stays and nonfinite == "raise"
-    with pytest.raises(FloatingPointError, match="not finite") if raises else nullcontext():
+    said = "the gradient of first is not finite"
+    with pytest.raises(FloatingPointError, match=said) if raises else nullcontext():
         optimizer.step()
     assert int(optimizer.skipped_steps) == (stays and not raises)
     assert torch.equal(parameters[1].detach(), torch.ones(4, 6)) == stays

@@ -147,6 +147,7 @@ MODEL = nn.Sequential(nn.Linear(2, 2))
 
 
 WRONG: list[Any] = [
+    (MODEL, {"elementwise": "head"}, TypeError, "elementwise must be .* got 'head'"),
     (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
     (MODEL, {"elementwise": [nn.Linear(2, 2)]}, ValueError, "elementwise .* Linear.* from anot"),
     (MODEL, {"units": ["0.weight"]}, TypeError, r"units must be a mapping .* got \['0.weight'\]"),
