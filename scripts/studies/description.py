@@ -196,7 +196,8 @@ def read_study(path: Path, given: Sequence[str] = ()) -> Study:
     except InvalidConfigError as error:
         problems = error.problems
     if problems:
-        raise InvalidConfigError([f"{path}: {problem}" for problem in problems])
+        named = [text if str(path) in text else f"{path}: {text}" for text in problems]
+        raise InvalidConfigError(named)
     return study
 
 
@@ -223,6 +224,10 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
         if variant.differs and variant.against is None:
             problems.append(f"{name}.differs requires against, got null")
         problems += _search_problems(study, name)
+    for stage, rungs in (study.search.stages if study.search is not None else {}).items():
+        shares = [rung.share for rung in rungs]
+        if not all(0 < share <= 1 for share in shares):
+            problems.append(f"search.stages.{stage}: shares must be in (0, 1], got {shares}")
     if not problems:
         problems += _budget_problems(study)
     if study.curve is not None and study.curve.variant not in study.variants:
@@ -264,8 +269,6 @@ def _search_problems(study: Study, name: str) -> list[str]:
                 f"{name}: the number of candidates must decrease at every rung of {stage} and end "
                 f"at 1, got {sizes}"
             )
-        if any(not 0 < rung.share <= 1 for rung in rungs):
-            problems.append(f"search.stages.{stage}: shares must be in (0, 1]")
         problems += [
             f"search.stages.{stage}: seeds must be distinct, got {rung.seeds}"
             for rung in rungs

@@ -98,17 +98,18 @@ def try_all(
         for name, candidate in entries
         for seed in seeds
     ]
-    trained = iter(train(runs))
-    trials = []
     candidate_of: dict[tuple[str, str], Candidate] = {}
-    for name, candidate in entries:
-        records = list(itertools.islice(trained, len(seeds)))
-        other = candidate_of.setdefault((name, records[0].key), candidate)
+    for (name, candidate), run in zip(entries, runs[:: len(seeds)], strict=True):
+        other = candidate_of.setdefault((name, run.key), candidate)
         if other is not candidate:
             raise InputError(
                 f"{name}: the candidates {' '.join(other)} and {' '.join(candidate)} are the same "
                 "run, because later overrides replace the values that differ; remove one of them"
             )
+    trained = iter(train(runs))
+    trials = []
+    for name, candidate in entries:
+        records = itertools.islice(trained, len(seeds))
         losses = [record.loss for record in records if record.loss is not None]
         loss = statistics.fmean(losses) if len(losses) == len(seeds) else None
         trials.append(Trial(name, stage, rung.share, candidate, loss, seeds))

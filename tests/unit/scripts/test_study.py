@@ -378,8 +378,8 @@ CURVE = {"variant": "plain", "shares": [0.5], "seeds": [1]}
         (searching(2, 3), "must have the same tuning budget in full runs, got a 2, b 3"),
         (searching(3, rungs=((0.5, 3), (1, 1))), "and end at 1, got [3, 3, 1]"),
         (searching(3, rungs=((1, 2),)), "decrease at every rung of s and end at 1, got [3, 2]"),
-        (searching(2, rungs=((1.5, 1),)), "search.stages.s: shares must be in (0, 1]"),
-        (searching(2, rungs=((0, 1),)), "search.stages.s: shares must be in (0, 1]"),
+        (searching(2, rungs=((1.5, 1),)), "search.stages.s: shares must be in (0, 1], got [1.5]"),
+        (searching(2, rungs=((0, 1),)), "search.stages.s: shares must be in (0, 1], got [0.0]"),
         (
             searching(2, rungs=((1, 1, [3, 3]),)),
             "search.stages.s: seeds must be distinct, got [3, 3]",
