@@ -100,7 +100,7 @@ def _import(options: argparse.Namespace) -> None:
     else:
         print(f"wrote {options.target}: {dtype} weights")
         print(f"{reason}; to train the weights, prepare data with the model's tokenizer:")
-        tokenizer = shlex.quote(str(options.target / "tokenizer.json"))
+        tokenizer = shlex.quote(str(options.target))  # the folder, for the tokenizer's settings
         print(
             f"    python scripts/prepare_data.py NAME=SOURCE --tokenizer {tokenizer} --output DATA"
         )

@@ -117,7 +117,7 @@ def _check_export(tokenizer: Path | None) -> None:
     """
     if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
         return
-    from scripts.huggingface.equivalence import checked_tokenizer  # deferred: slow import
+    from scripts.huggingface.loaded_tokenizer import checked_tokenizer  # deferred: slow import
 
     try:
         checked_tokenizer(tokenizer, with_template=True)
@@ -266,8 +266,8 @@ def _named(arguments: list[str]) -> dict[str, list[_Source]]:
         match = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)
         if match is None:
             raise InputError(
-                f"an input must be NAME=INPUT or NAME:KEY=INPUT, with letters, digits, _ and - in "
-                f"NAME, got {argument}"
+                "an input must be NAME=INPUT or NAME:KEY=INPUT, with ASCII letters, digits, _ and "
+                f"- in NAME, got {argument}"
             )
         name, key, source = match.groups()
         named.setdefault(name, []).append((source, key))

@@ -24,8 +24,8 @@ from models.huggingface.config_json import (
 from models.huggingface.tensors import TheirTensor, their_tensors
 from parallel.error_text import first_line
 from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
-from scripts.huggingface.equivalence import offline
 from scripts.huggingface.export import INDEX_FILE
+from scripts.huggingface.loaded_tokenizer import offline
 from scripts.huggingface.model_folder import read_settings
 from scripts.weights_only import write_checkpoint
 from spectral.batching import grouped

@@ -114,7 +114,7 @@ def tokenizer_source(info: CheckpointInfo) -> Path | None:
     if info.config.data.tokenizer is not None:
         return Path(info.config.data.tokenizer)
     manifest = _manifest(info.config)
-    return None if manifest is None else manifest.tokenizer_path
+    return None if manifest is None else manifest.folder  # with the tokenizer's settings
 
 
 def _found_source(info: CheckpointInfo) -> Path:

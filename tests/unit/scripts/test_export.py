@@ -42,8 +42,10 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    """A prepared folder with a trained tokenizer and the sets `tokens`."""
-    return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
+    """A prepared folder with a trained tokenizer, its settings and the sets `tokens`."""
+    folder = prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ message }}"}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +177,7 @@ def test_the_tokenizer_goes_along(exported, tokens) -> None:
     text = TEXT.format(i=49)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.eos_token_id == 0 and tokenizer.bos_token is None
+    assert tokenizer.chat_template == "{{ message }}"
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.generation_config.eos_token_id == 0
     written = model.generate(**tokenizer("A matrix", return_tensors="pt"), max_new_tokens=4)
