@@ -5,6 +5,7 @@ scripts/average.py runs/tiny_sso averaged/tiny --last 3
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def _average(options: argparse.Namespace) -> int:
         print(text)
     print(
         f"wrote {options.output}; to start a run from it, set "
-        f"checkpoint.initialize_from={options.output}"
+        + shlex.quote(f"checkpoint.initialize_from={options.output}")
     )
     return 0
 
@@ -64,7 +65,8 @@ def chosen(
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint, step_folder, steps
 
     if not (run / FOLDER).is_dir():
-        raise InputError(f"the run folder must contain {FOLDER}, got {run}{near_name(run)}")
+        problem = f"must contain {FOLDER}, got" if run.exists() else "does not exist:"
+        raise InputError(f"the run folder {problem} {run}{near_name(run)}")
     if real_path(output).parent.name == FOLDER:
         raise InputError(
             f"the output must not be in a run's {FOLDER}, got {output}: the run would mistake it "

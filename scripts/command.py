@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from parallel.disk import replace_file
+from parallel.error_text import os_error_text
 from training.checkpoint import COMPLETE
 from training.command_line import Parser, fail
 from training.errors import InputError
@@ -144,8 +145,10 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
                 stream.reconfigure(errors="backslashreplace")
         try:
             return main(*args, **kwargs)
-        except (InputError, OSError) as error:
+        except InputError as error:
             return fail(error, code=2)
+        except OSError as error:
+            return fail(os_error_text(error), code=2)
         except MemoryError as error:
             return fail(f"out of memory: {error}", code=1)
         except RuntimeError as error:
