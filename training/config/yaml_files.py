@@ -107,7 +107,8 @@ def _readable(prefix: str) -> Iterator[None]:
     except RecursionError as error:
         raise InvalidConfigError([f"{prefix}: too many nested levels"]) from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise InvalidConfigError([f"{prefix}: {' '.join(str(error).split())}"]) from error
+        text = " ".join(str(error).split()).replace('in "<unicode string>", line', "at line")
+        raise InvalidConfigError([f"{prefix}: {text}"]) from error
 
 
 def merged_overrides(overrides: Sequence[str]) -> Content:
