@@ -22,6 +22,10 @@ GRACE: Final = 30
 """Seconds between the failure of a rank and the killing of the remaining ranks, as in torchrun."""
 KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of ranks that may have been killed by a second Ctrl-C."""
+FORWARDED: Final = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
+)  # fmt: skip
+"""Signals that stop a run."""
 POLL: Final = 0.1
 """Seconds between polls of the ranks."""
 
@@ -36,7 +40,7 @@ class Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.interrupted = self.killed = False
         self._waiting: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._pass_on)
         signal.set_wakeup_fd(-1)
@@ -49,8 +53,8 @@ class Ranks:
             self._pass_on(number, None)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal to all ranks. A second SIGINT becomes SIGKILL, and SIGHUP becomes
-        SIGTERM."""
+        """Forward a signal to all ranks. A second SIGINT becomes SIGKILL, and signals other than
+        SIGINT become SIGTERM."""
         if not self.processes:
             self._waiting.append(number)
             return
@@ -59,7 +63,7 @@ class Ranks:
         if ends:
             self.killed = True
             say(SECOND)
-        if number == signal.SIGHUP:
+        if number != signal.SIGINT:
             number = signal.SIGTERM
         for process in self.processes:
             if process.poll() is None and ends:

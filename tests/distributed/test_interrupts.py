@@ -22,7 +22,7 @@ from tests.launch import FORKS, ROOT, environment, start_forks
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from training.checkpoint.checkpoints import steps
-from training.launcher import Ranks
+from training.launcher import FORWARDED, Ranks
 from training.lifecycle.terminal import CODE
 
 KEYS = ["train.steps=2000", "log.interval=1", "checkpoint.interval=7"]
@@ -244,8 +244,10 @@ LAUNCH = (
         ([signal.SIGTERM], "0", "0", 0),
         ([signal.SIGTERM], "0", "2", 2),
         ([signal.SIGHUP], "0", "0", 0),
+        ([signal.SIGUSR1], "0", "0", 0),
+        ([signal.SIGXCPU], "0", "0", 0),
     ],
-    ids=["first", "second", "SIGTERM", "error", "SIGHUP"],
+    ids=["first", "second", "SIGTERM", "error", "SIGHUP", "SIGUSR1", "SIGXCPU"],
 )
 def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     signals, seconds, code, expected, tmp_path
@@ -264,8 +266,7 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
 
 def test_ctrl_c_before_the_ranks_start_is_forwarded_once():
     """If two signals were forwarded, they would kill the ranks."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
+    before = [signal.getsignal(number) for number in FORWARDED]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         ranks = Ranks()
@@ -274,7 +275,7 @@ def test_ctrl_c_before_the_ranks_start_is_forwarded_once():
             ranks.started(SimpleNamespace(subprocess_handlers={0: SimpleNamespace(proc=rank)}))
             assert rank.wait(30) == -signal.SIGINT and not ranks.killed
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(FORWARDED, before, strict=True):
             signal.signal(number, handler)
 
 
