@@ -134,14 +134,16 @@ def examples(source: str, name: str) -> Iterator[Example]:
     from scripts.data.document_files import rows_of  # deferred: slow imports
     from scripts.data.sources import find_inputs
 
-    inputs = find_inputs(source).inputs
-    for each in inputs:
+    listing = find_inputs(source)
+    if listing.ignored:
+        print(f"{source}: {listing}")
+    for each in listing.inputs:
         if not each.has_keys:
             raise DataError(
                 f"{each} must contain rows: its suffix must be .jsonl, .ndjson or .json, each also "
                 "with .gz, .xz, .zst or .zstd, or .parquet"
             )
-    for where, row in chain.from_iterable(map(rows_of, inputs)):
+    for where, row in chain.from_iterable(map(rows_of, listing.inputs)):
         try:
             values = FORMATS[name].example(row)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -37,7 +37,11 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """
     try:
         with _opened(path) as lines:
-            _check_text(lines.peek(_HEAD)[:_HEAD], path)
+            start = lines.peek(_HEAD)
+            _check_text(start[:_HEAD], path)
+            if b"\r" in start[:-1] and b"\n" not in start:
+                command = rewritten(path, r"sed 's/\r/\n/g'", f"lines{_plain(path).suffix}")
+                raise DataError(f"{path} must end lines with \\n, got \\r; convert it: {command}")
             yield from lines
     except _ERRORS as error:
         raise DataError(_unreadable(path, error)) from None
@@ -148,16 +152,20 @@ def rewritten(path: Path, program: str, end: str) -> str:
     """Return a shell command that pipes the decompressed file through `program` to a new file and
     renames the original, so that only the new file is read with the folder."""
     kind = SUFFIXES.get(path.suffix)
-    plain = path if kind is None else path.with_suffix("")
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"
-    return f"{command} > {plain.with_suffix('')}.{end} && mv {path} {path}.old"
+    return f"{command} > {_plain(path).with_suffix('')}.{end} && mv {path} {path}.old"
+
+
+def _plain(path: Path) -> Path:
+    """Return `path` without a compression suffix."""
+    return path.with_suffix("") if path.suffix in SUFFIXES else path
 
 
 def _check_text(head: bytes, path: Path) -> None:
     """Raise DataError if a file's first bytes show that it is not UTF-8 text."""
     if encoding := _encoding(head):
-        plain = path.with_suffix("") if path.suffix in SUFFIXES else path
-        command = rewritten(path, f"iconv -f {encoding} -t UTF-8", f"utf8{plain.suffix}")
+        end = f"utf8{_plain(path).suffix}"
+        command = rewritten(path, f"iconv -f {encoding} -t UTF-8", end)
         raise DataError(f"{path} must be UTF-8, got {encoding}; convert it: {command}")
     what = next((what for magic, what in _FOREIGN.items() if head.startswith(magic)), None)
     if head[257:262] == b"ustar":

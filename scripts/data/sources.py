@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -109,12 +110,13 @@ def find_inputs(source: str, text_key: str | None = None) -> Listing:
     """Return the inputs of a file, folder, glob pattern or `hf:NAME`. Files are sorted.
 
     A folder stands for all files below it with a known suffix, except for hidden files, files in
-    symlinked folders, and prepared folders. `text_key` is the field that contains the text, if the
-    inputs consist of rows.
+    symlinked folders, and prepared folders. A pattern stands for the files that match it, except
+    for those in prepared folders. `text_key` is the field that contains the text, if the inputs
+    consist of rows.
 
     Raises:
-        DataError: no file matches, a file has an unknown suffix, or `text_key` is given but no
-            input contains rows.
+        DataError: no file matches, a file has an unknown suffix, a symlink is broken, or `text_key`
+            is given but no input contains rows.
     """
     inputs = Listing([parse_hub_input(source)]) if source.startswith("hf:") else _listing(source)
     if text_key is not None and not any(each.has_keys for each in inputs.inputs):
@@ -130,15 +132,38 @@ def _listing(source: str) -> Listing:
     path = Path(source).expanduser()
     if path.is_dir():
         return _in_folder(path)
-    matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
-    paths = sorted(match for match in matches if match.is_file())
+    if path.is_file():
+        paths, ignored = [path], list[Path]()
+    else:
+        paths, ignored = _matches(str(path))
     if not paths:
         meant = near_name(path)
         raise DataError(f"{source} must be a file, a folder or a pattern that matches files{meant}")
     for each in paths:
         if NAMES.fullmatch(each.name) is None:
             raise DataError(f"the suffix of {each} must be one of {SUFFIXES}; {REMEDY}")
-    return Listing([FileInput(each) for each in paths])
+    return Listing([FileInput(each) for each in paths], ignored)
+
+
+def _matches(pattern: str) -> tuple[list[Path], list[Path]]:
+    """Return the files that match a glob pattern, and the ignored folders: prepared folders with
+    matches, and matches that contain no other match."""
+    found = sorted(map(Path, glob.glob(pattern, recursive=True)))
+    _check_links(found)
+    root = Path(*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
+    folders = {folder for path in found for folder in path.parents}
+    below = {folder for folder in folders if folder != root and folder.is_relative_to(root)}
+    prepared = {folder for folder in below if _is_prepared(folder)}
+    rest = [path for path in found if not prepared.intersection((path, *path.parents))]
+    ignored = [path for path in rest if path.is_dir() and path not in folders]
+    return [path for path in rest if path.is_file()], sorted({*prepared, *ignored})
+
+
+def _check_links(paths: Iterable[Path]) -> None:
+    """Raise DataError if one of the paths is a broken symlink."""
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{path} is a broken symlink; restore its target or delete the symlink")
 
 
 def _in_folder(folder: Path) -> Listing:
@@ -173,9 +198,7 @@ def _visible(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if name not in prepared]
         names = [name for name in files if not name.startswith(".")]
         paths += [Path(parent, name) for name in [*links, *prepared, *names]]
-    for path in paths:
-        if not path.exists():
-            raise DataError(f"{path} is a broken symlink; restore its target or delete the symlink")
+    _check_links(paths)
     return sorted(paths)
 
 
@@ -226,7 +249,8 @@ def _by_suffix(paths: Iterable[Path]) -> str:
 def _suffix(path: Path) -> str:
     match = NAMES.fullmatch(path.name)
     if path.is_dir():
-        return "linked folder" if path.is_symlink() else "prepared folder"
+        kind = "prepared " if _is_prepared(path) else "linked " if path.is_symlink() else ""
+        return f"{kind}folder"
     if match is None or match["kind"] is None:
         return path.suffix or "without a suffix"
     return path.name[match.start("kind") :]

@@ -134,11 +134,20 @@ def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) ->
     write_jsonl(folder / "a.jsonl", TEXTS[:1])
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     (folder / "b.jsonl").symlink_to(tmp_path / "elsewhere/e.json")
-    found = find_inputs(str(folder))
-    assert len(found.inputs) == 2 and "1 linked folder" in str(found)
+    (folder / "sub").mkdir()
+    for source, ignored in (
+        (folder, "1 linked folder"),
+        (f"{folder}/*", "1 linked folder, 1 folder"),
+    ):
+        found = find_inputs(str(source))
+        assert len(found.inputs) == 2 and f"ignores {ignored}, such as" in str(found)
+    write_jsonl(folder / "sub/d.jsonl", TEXTS[:1])
+    assert len(find_inputs(f"{folder}/**/*.jsonl").inputs) == 3
+    assert not find_inputs(f"{folder}/sub/**").ignored
     (folder / "c.jsonl").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"c\.jsonl is a broken symlink"):
-        find_inputs(str(folder))
+    for source in (folder, f"{folder}/*.jsonl"):
+        with pytest.raises(DataError, match=r"c\.jsonl is a broken symlink"):
+            find_inputs(str(source))
 
 
 def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +158,11 @@ def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFix
     for output in ("out", "out", "sub/other"):
         assert main([*command, str(tmp_path / output)]) == 0
     assert main([*command, str(tmp_path / "parts"), "--shard", "1/2"]) == 0
-    assert [str(each) for each in find_inputs(str(tmp_path)).inputs] == [f"{tmp_path}/a.jsonl"]
+    for source in (tmp_path, f"{tmp_path}/**/*.json*"):
+        found = find_inputs(str(source))
+        assert [str(each) for each in found.inputs] == [f"{tmp_path}/a.jsonl"]
+        assert "ignores 3 prepared folder" in str(found)
+    assert len(find_inputs(f"{tmp_path}/sub/other/*.json").inputs) == 2  # named without a pattern
     said = capsys.readouterr().out
     assert "out already contains this data" in said
     assert "ignores 1 prepared folder, such as" in said
@@ -325,6 +338,7 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "q.txt": (b"aa\0", r"byte 0x00 at offset 2; .* sed 's/\\x00//g' "),
     "r.md.gz": (gzip.compress(b"\0\0aa"), r"byte 0x00 at offset 0; .*gzip -dc .* \| sed "),
     "s.txt": ("é".encode("latin-1"), "0xe9 at offset 0 .* if it is Latin-1: iconv -f ISO-8859-1"),
+    "t.jsonl": (b'{"text": "a"}\r{"text": "b"}\r', r"must end lines with .* convert it: sed "),
     "j.json": (b'{\n  "text": "a"\n}\n{\n  "text": "b"}\n', r"span several lines, .* jq -c '\.' "),
 }  # fmt: skip
 
