@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scripts.command import add_json, command, new_parser, whole_number, write_whole
+from training.command_line import check_launched, check_single
+from training.errors import InputError
 from training.report.text import table
 
 SLOW = 0.8
@@ -103,7 +105,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start() -> torch.device:
-    """Initialize torch.distributed (one rank without torchrun) and return this rank's device."""
+    """Initialize torch.distributed (one rank without torchrun) and return this rank's device.
+
+    Raises InputError if ranks were started without torchrun, or if this machine's GPUs cannot be
+    used.
+    """
+    from training.machine.device import gpus_here, reason  # deferred: slow import
+
+    check_launched()
+    check_single()
+    gpus = gpus_here()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if gpus.built is not None and gpus.devices and not gpus.usable and not hidden:
+        raise InputError(f"{reason(gpus)}; to check only CPUs, set CUDA_VISIBLE_DEVICES=")
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         os.environ.update(alone)
@@ -230,7 +244,7 @@ def wait(device: torch.device) -> None:
 
 
 def report(rows: Sequence[Row], device: torch.device) -> str:
-    """Return the table, followed by a line with the verdict."""
+    """Return the table, followed by a line with the verdict and a note about unchecked GPUs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     title = f"{dist.get_world_size()} ranks, {name}"
     cells = [
@@ -239,7 +253,13 @@ def report(rows: Sequence[Row], device: torch.device) -> str:
     wrong = [row.name for row in rows if row.wrong]
     verdict = f"WRONG: {', '.join(wrong)}" if wrong else "all results are correct"
     lines = table(("check", "slowest", "median", "", ""), cells)
-    return f"{title}\n{lines}\n{verdict}"
+    used = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    there = torch.cuda.device_count() if device.type == "cuda" else used
+    unchecked = (
+        f"\nonly {used} of {there} GPUs of this machine were checked: start one rank per GPU with "
+        f"torchrun --nproc-per-node {there}"
+    )
+    return f"{title}\n{lines}\n{verdict}{unchecked if there > used else ''}"
 
 
 def remark(row: Row) -> str:

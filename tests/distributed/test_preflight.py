@@ -5,10 +5,14 @@ import re
 import sys
 
 import pytest
+import torch
 
+from scripts import preflight
 from tests.commands import output_of, torchrun
 from tests.launch import run_on_ranks
 from tests.slow_cases import slow_but
+from training.errors import InputError
+from training.machine.device import Gpus
 
 
 @pytest.mark.parametrize("start", slow_but(["forks"], ["forks", "torchrun"]))
@@ -27,6 +31,32 @@ def test_every_check_of_sound_ranks_is_right(start, root, tmp_path) -> None:
         "all-to-all",
     ]  # fmt: skip
     assert all(0 < row["slowest"] <= row["median"] and not row["wrong"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 processes"),
+        ({"RANK": "first"}, "RANK must be a non-negative integer, got 'first'"),
+        ({}, "this machine has NVIDIA devices .* does not start: no driver; to check only CPUs"),
+    ],
+)
+def test_a_check_that_would_leave_ranks_or_gpus_out_is_refused(variables, message, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    broken = Gpus("13.0", ("/dev/nvidia0",), "no driver", 0)
+    monkeypatch.setattr("training.machine.device.gpus_here", lambda: broken)
+    with pytest.raises(InputError, match=message):
+        preflight.start()
+
+
+def test_gpus_without_a_rank_are_named(monkeypatch):
+    for name in ("device_count", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 8)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "only 4 of 8 GPUs" in preflight.report([], torch.device("cuda"))
 
 
 def test_wrong_and_slow_ranks_are_named_and_rates_count_what_a_rank_sends() -> None:
