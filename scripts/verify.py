@@ -88,10 +88,13 @@ def data_problems(folder: Path) -> Iterator[str]:
     Raises DataError if the manifest cannot be read.
     """
     from training.data.hashes import file_sha256
-    from training.data.manifest import read_manifest
+    from training.data.manifest import MANIFEST_FILE, read_manifest
     from training.data.token_bytes import open_tokenizer, token_byte_lengths, vocabulary_size
 
     manifest = read_manifest(folder)
+    for path in sorted(folder.glob("*.idx")):
+        if path.stem not in manifest.sets:
+            yield f"{path} cannot be checked, because {MANIFEST_FILE} does not list {path.stem}"
     for name, size in manifest.files.items():
         path = folder / name
         if not path.is_file():

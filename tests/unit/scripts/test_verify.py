@@ -101,6 +101,13 @@ def test_every_fact_of_a_manifest_is_compared(tmp_path, capsys):
                 assert main([str(path.parent)]) == 1, (keys, other)
 
 
+def test_a_set_that_the_manifest_does_not_list_is_named(tmp_path, capsys):
+    folder = prepare_text(tmp_path, "line {i} of many\n", 99)
+    (folder / "more.idx").touch()
+    assert main([str(folder)]) == 1
+    assert "more.idx cannot be checked, because manifest.json does not" in capsys.readouterr().out
+
+
 def test_bytes_that_cannot_be_checked_are_mentioned(tmp_path, capsys):
     tokens = {chr(i): i for i in range(32, 127)} | {"\n": 10, "<end>": 0}
     model = {"type": "WordLevel", "vocab": tokens, "unk_token": " "}
