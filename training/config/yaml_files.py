@@ -187,7 +187,7 @@ def over(below: Content, above: Content, path: str = "") -> Content:
 
     A mapping in `above` with `replace: true` replaces its counterpart in `below`, and null removes
     a named section. `path` is the dotted key of both mappings. Raises InvalidConfigError if
-    `replace` is set to anything but true.
+    `replace` is set to anything but true, or if an empty mapping would change nothing.
     """
     replace = above.get(REPLACE, False)
     if REPLACE in above and replace is not True:
@@ -197,6 +197,13 @@ def over(below: Content, above: Content, path: str = "") -> Content:
         name = join(path, str(key))
         if isinstance(value, Mapping):
             old = merged.get(key)
+            if old and not value and isinstance(old, Mapping):
+                raise InvalidConfigError(
+                    [
+                        f"{name}={{}} changes nothing, because sections are merged; to reset "
+                        f"{name}, set {name}={{replace: true}}"
+                    ]
+                )
             value = over(old if isinstance(old, Mapping) else {}, value, name)
         if value is None and path in NAMED_SECTIONS and key in merged:
             del merged[key]
@@ -330,8 +337,8 @@ def _parsed(text: str) -> Content | None:
 
 def _checked(text: str) -> yaml.Node | None:
     """Return the root node of YAML text. Raises YAMLError for more than `MOST_VALUES` values, for a
-    value that does not match its tag, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and
-    10."""
+    value that does not match its tag, for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10,
+    and for keys such as no and 1e3, which it reads as false and 1000.0."""
     root = yaml.compose(text, _SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
     for node in nodes:  # grows during the loop, and without end if an alias contains itself
@@ -344,6 +351,10 @@ def _checked(text: str) -> yaml.Node | None:
             merges = [key for key, _ in node.value if key.value == "<<"]
             if len(merges) > 1:  # other duplicates are rejected by OmegaConf
                 raise yaml.YAMLError("a mapping must have at most one <<; its value may be a list")
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                number = key.tag.endswith((":bool", ":float")) or _NUMBER.fullmatch(key.value)
+                if number and not key.style:
+                    raise yaml.YAMLError(f"a key must be a string (quote it), got {key.value}")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value

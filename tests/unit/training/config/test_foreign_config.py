@@ -181,6 +181,23 @@ def test_a_number_that_yaml_reads_as_another_is_refused(minimal, number, rule):
     assert wanted in problem
 
 
+@pytest.mark.parametrize("name", ["no", "On", "TRUE", "1.50", "1e3"])
+def test_a_key_that_yaml_reads_as_another_is_refused(minimal: Path, name: str) -> None:
+    (problem,) = problems(minimal, f"data.train={{{name}: {{path: x}}}}")
+    assert problem.endswith(f"a key must be a string (quote it), got {name}")
+    quoted = load_config(minimal, [f"data.train={{'{name}': {{path: x}}}}"])
+    assert name in quoted.data.train
+
+
+@pytest.mark.parametrize(("key", "before"), [("pc", "pc.level=4"), ("data.train", "seed=1")])
+def test_an_empty_section_that_would_change_nothing_is_refused(minimal, key, before) -> None:
+    (problem,) = problems(minimal, before, f"{key}={{}}")
+    assert problem.startswith(f"{key}={{}} changes nothing, because sections are merged")
+    minimal.write_text(f"{minimal.read_text()}pc: {{level: 4}}\n")
+    config = load_config(minimal, ["pc={replace: true}"])
+    assert config.pc is not None and config.pc.level != 4
+
+
 @pytest.mark.parametrize("name", ["''", "' '", "..", "../a", "a//b", "a/.", '"a\\nb"', '"\\e[2J"'])
 def test_a_name_makes_a_folder_of_its_own(minimal: Path, name: str) -> None:
     (problem,) = problems(minimal, f"run.name={name}", "run.dir='runs/${run.name}'")
