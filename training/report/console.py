@@ -29,7 +29,8 @@ def start_line(config: Config) -> str:
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:
-    """Yield lines on the model, layout, tokens and rules. `config` must set the vocabulary size."""
+    """Yield lines on the model, layout, tokens, rules and unmatched validation sets. `config` must
+    set the vocabulary size."""
     train, optimizer = config.train, config.optimizer
     size = model_size(config.model, train.sequence_length)
     model = f"{config.model.family} with {short(size.parameters)} parameters"
@@ -52,6 +53,13 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
     rules = grouped(groups, lambda name: (groups[name].rule, groups[name].lr))
     parts = [f"{rule} at {lr:g} for {', '.join(names)}" for (rule, lr), names in rules.items()]
     yield "; ".join(parts)
+    weights = {name: each.weight for name, each in config.data.train.items()}
+    unmatched = [name for name in config.data.validation if not weights.get(name)]
+    if unmatched and len(config.data.validation) > 1:
+        yield (
+            f"val/loss weights all validation sets equally, because {unmatched[0]} is not a "
+            "training set with a positive weight"
+        )
 
 
 def layout(config: Config, ranks: int) -> str:

@@ -355,7 +355,7 @@ def test_overrides_of_a_section_are_replaced_by_overrides_of_the_whole(overrides
     assert [*replaced(overrides)] == [f"override {last} replaces override {first}"] * warned
 
 
-def test_the_opening_names_ranks_and_roles_that_differ_from_their_group(root: Path) -> None:
+def test_the_opening_names_what_differs_from_the_usual(root: Path) -> None:
     recipe = root / "configs" / "tiny_moe_sso.yaml"
     mixture = load_config(recipe, ["optimizer.roles.router.lr=4e-3"])
     mixture = replace(mixture, model=replace(mixture.model, vocab_size=100))
@@ -367,6 +367,10 @@ def test_the_opening_names_ranks_and_roles_that_differ_from_their_group(root: Pa
     split = replace(mixture, parallel=replace(mixture.parallel, tensor=2, context=2, expert=4))
     ranks = "on 8 ranks (data 2, tensor 2, context 2, expert 4); "
     assert ranks in next(iter(opening(split, 8)))
+    for more, equal in (([], False), (["data.validation.more.path=x"], True)):
+        config = load_config(recipe, ["model.vocab_size=100", *more])
+        said = "val/loss weights all validation sets equally, because more is not a training set"
+        assert (said in "; ".join(opening(config, 1))) is equal
 
 
 def test_a_tied_head_is_stepped_as_the_embedding(minimal: Path) -> None:
