@@ -238,9 +238,12 @@ def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def _other_settings(config: Config) -> dict[str, Any]:
-    """Return the settings outside the identity that affect metrics."""
+    """Return the settings outside the identity that affect metrics, and the path of the initial
+    weights, which a resumed run does not load again."""
     values = dict(flat({"model": asdict(config.model), "train": asdict(config.train)}))
     rounding = {key: values[key] for key in ROUNDING if key in values}
+    rounding["run.deterministic"] = config.run.deterministic
+    origin = {"checkpoint.initialize_from": config.checkpoint.initialize_from}
     if config.pc is not None:
         rounding["pc.evaluator"] = config.pc.evaluator
     spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
@@ -249,7 +252,7 @@ def _other_settings(config: Config) -> dict[str, Any]:
     sizes = {
         "validation.samples": config.validation.samples, "tasks.examples": config.tasks.examples
     }  # fmt: skip
-    return {**rounding, **spikes, **sizes, **sets}
+    return {**rounding, **origin, **spikes, **sizes, **sets}
 
 
 def comparable(

@@ -57,6 +57,7 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
     reseal(read_checkpoint(tmp_path / "run").path, lambda meta: meta.update(other))
     keys = {
         "spikes__deviations": 4,
+        "run__deterministic": True,
         "validation__samples": 3,
         "data__validation__more__path": tmp_path / "more",
         "train__global_batch": 4,
@@ -69,6 +70,7 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
     printed, events = capsys.readouterr().out, (tmp_path / "run" / "events.jsonl").read_text()
     for text in (
         "spikes.deviations was None and is now 4.0",
+        "run.deterministic was False and is now True",
         "validation.samples was 5 and is now 3",
         "validation.more was absent and is now there",
         "global_batch was 8 and is now 4",

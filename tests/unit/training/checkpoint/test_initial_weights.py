@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -72,9 +73,13 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
     keys = {"checkpoint__initialize_from": str(tmp_path / "old"), "checkpoint__interval": 1}
     whole = train(configured("whole", **keys), world)
     for stop in (1, 1, 3):
+        if stop == 3:
+            keys["checkpoint__initialize_from"] = "elsewhere"
         parts = train(configured("parts", train__exit_step=stop, **keys), world)
     assert parts.validation == whole.validation
     said = capsys.readouterr().out
+    changed = "changed since step 1: checkpoint.initialize_from was .* and is now elsewhere"
+    assert re.search(changed, said)
     assert f"initial weights: step 3 of {tmp_path / 'old'}" in said
     assert said.count("to train longer, increase train.exit_step; to start over") == 1
     origin = read_checkpoint(tmp_path / "parts").meta["initialized_from"]
