@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from parallel.disk import replace_file
+from parallel.error_text import os_error_text
 from training.errors import InputError
 
 LOCK: Final = "lock"
@@ -51,9 +52,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
                 )
         file = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
-        raise FolderError(
-            f"run.dir {folder} cannot be written to: {error.strerror} ({error.filename})"
-        ) from None
+        raise _unwritable(folder, error) from None
     with file:
         if os.fstat(file.fileno()).st_nlink > 1:
             raise FolderError(f"run.dir {folder}: {LOCK} must not be a hard link: remove this file")
@@ -64,9 +63,16 @@ def locked(run_dir: str | Path) -> Iterator[None]:
             )
         file.truncate(0)
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "began": began(os.getpid())}
-        file.write(json.dumps(holder) + "\n")
-        file.flush()
+        try:
+            os.write(file.fileno(), f"{json.dumps(holder)}\n".encode())  # nothing is left to flush
+        except OSError as error:  # the disk is full
+            raise _unwritable(folder, error) from None
         yield
+
+
+def _unwritable(folder: Path, error: OSError) -> FolderError:
+    reason = os_error_text(error, folder / LOCK)
+    return FolderError(f"run.dir {folder} cannot be written to: {reason}")
 
 
 def began(pid: int) -> str | None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -409,6 +410,18 @@ def test_a_lock_that_has_another_name_is_refused(tmp_path):
     with pytest.raises(FolderError, match="lock must not be a hard link"), locked(tmp_path / "run"):
         pass
     assert (tmp_path / "kept").read_text() == "precious"
+
+
+def test_a_disk_without_space_for_the_lock_is_named(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(FolderError) as error, locked(tmp_path / "run"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    place = tmp_path / "run"
+    assert str(error.value).startswith(f"run.dir {place} cannot be written to: File too large: ")
 
 
 @pytest.mark.parametrize(
