@@ -1,5 +1,6 @@
 """The page that compares several runs, with a table of all runs and overlaid curves."""
 
+import math
 import os
 import re
 import sys
@@ -118,11 +119,12 @@ class Compared:
     @property
     def rank(self) -> tuple[bool, bool, float]:
         """Sort key: the metric or, if missing, the training loss. Runs with the metric come first,
-        and runs with neither come last."""
+        and runs without a finite value come last."""
         for missing, name in ((False, self.metric), (True, "train/loss")):
-            series = self.run.series(name)
-            if series:
-                return False, missing, series[-1][1]
+            value = self.run.last(name)
+            if value is not None:
+                finite = math.isfinite(value)
+                return not finite, missing, value if finite else 0.0
         return True, True, 0.0
 
     @property
@@ -135,6 +137,7 @@ class Compared:
 
 def find_runs(folder: Path, base: Path) -> list[RunData]:
     """Return all runs in a folder and its subfolders, labelled by their path relative to `base`.
+    A run without config.yaml is left out with a warning.
 
     Raises InputError if there are no runs, or if a run cannot be read.
     """
@@ -147,7 +150,9 @@ def find_runs(folder: Path, base: Path) -> list[RunData]:
             folders.clear()  # already visited through another symlink, or a cycle
             continue
         seen.add(real)
-        if "metrics.jsonl" in files and "config.yaml" in files:
+        if "metrics.jsonl" in files and "config.yaml" not in files:
+            print(f"warning: left out {parent}, which has no config.yaml", file=sys.stderr)
+        elif "metrics.jsonl" in files:
             path = Path(parent)
             label = path.absolute().relative_to(base.absolute()).as_posix()
             runs.append(read_run(path, None if label == "." else label))

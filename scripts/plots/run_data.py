@@ -1,5 +1,6 @@
 """Read a run folder's files for figures, and determine the run's status."""
 
+import math
 import socket
 import sys
 import time
@@ -85,6 +86,12 @@ class RunData:
         """Return the points (`x(line)`, value) of a metric. `x` defaults to the token count."""
         x = x or self.tokens
         return [(x(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
+
+    def last(self, metric: str) -> float | None:
+        """Return the last logged value of a metric, NaN if it was not finite, or None if the metric
+        was never logged."""
+        values = [line[metric] for line in self.metrics if metric in line]
+        return None if not values else math.nan if values[-1] is None else values[-1]
 
     def tokens(self, line: Line) -> float:
         """Return the number of training tokens at the step of a line.

@@ -4,6 +4,7 @@ Pages are self-contained HTML and work offline.
 """
 
 import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -162,13 +163,15 @@ def subtitle(run: RunData) -> str:
 def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
     """Yield the name and value of each card that the run has data for. `measure` is the validation
     metric."""
-    loss, validation = run.series("train/loss"), run.series(measure)
+    loss, validation = run.last("train/loss"), run.last(measure)
+    finite = [value for _, value in run.series(measure)]
     rate = [value for _, value in run.series("perf/tokens_per_sec")]
-    if loss:
-        yield "training loss", f"{loss[-1][1]:.4f}"
-    if validation:
-        yield "validation loss", f"{validation[-1][1]:.4f}"
-        yield "best validation", f"{min(value for _, value in validation):.4f}"
+    if loss is not None:
+        yield "training loss", _finite(loss)
+    if validation is not None:
+        yield "validation loss", _finite(validation)
+    if finite:
+        yield "best validation", f"{min(finite):.4f}"
     yield "tokens", short(run.tokens({"step": run.step}))
     if rate:
         yield "tokens / second", short(median(rate))
@@ -180,6 +183,10 @@ def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, 
     ):  # fmt: skip
         if series := run.series(metric):
             yield name, f"{series[-1][1]:{form}}"
+
+
+def _finite(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
 def samples(run: RunData) -> list[tuple[str, str, str, str]]:

@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from scripts.plots import curves
-from scripts.plots.compare import BITS, LOSS, Compared, differences, measure, unlike_measurements
+from scripts.plots.compare import (
+    BITS,
+    LOSS,
+    Compared,
+    differences,
+    find_runs,
+    measure,
+    unlike_measurements,
+)
 from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
+from training.errors import InputError
 
 
 def run_of(*lines, vocabulary: int = 100) -> RunData:
@@ -177,10 +186,21 @@ def test_runs_are_ordered_by_their_last_validation_then_by_their_training_loss()
             "not validated": [{"train/loss": 9.0}, {"train/loss": 0.5}],
             "rises": [{"val/loss": 1.0}, {"val/loss": 2.5, "train/loss": 1.0}],
             "falls": [{"val/loss": 3.0}, {"val/loss": 2.0, "train/loss": 2.0}],
+            "diverges": [{"val/loss": 1.5}, {"val/loss": None}],
         }.items()
     }
     order = sorted(runs, key=lambda name: Compared(runs[name], [], *LOSS).rank)
-    assert order == ["falls", "rises", "not validated", "untouched"]
+    assert order == ["falls", "rises", "not validated", "diverges", "untouched"]
+    cards = dict(key_figures(runs["diverges"]))
+    assert (cards["validation loss"], cards["best validation"]) == ("not finite", "1.5000")
+
+
+def test_a_run_without_its_config_is_named(tmp_path: Path, capsys) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    with pytest.raises(InputError, match="contains no run folder"):
+        find_runs(tmp_path, tmp_path)
+    assert f"left out {tmp_path}/run, which has no config.yaml" in capsys.readouterr().err
 
 
 def test_the_table_of_sets_is_the_use_of_each(tmp_path: Path) -> None:
