@@ -8,7 +8,14 @@ from matplotlib.figure import Figure
 
 from scripts.plots.style import COLORS, literal, new_figure
 from scripts.studies.records import RecordBook
-from scripts.studies.tables import comparison, loss_by, read_results, rows_of, searched_keys
+from scripts.studies.tables import (
+    comparison,
+    loss_by,
+    read_results,
+    rows_of,
+    searched_keys,
+    trained,
+)
 from training.errors import InputError
 
 
@@ -35,9 +42,7 @@ def plot_study(path: Path) -> Figure:
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
     # Centre the title on the figure rather than on the axes, because variant names take up half the
     # width.
-    figure.suptitle(
-        f"{literal(content['title'])}\nmean and standard error of {len(content['seeds'])} seeds"
-    )
+    figure.suptitle(f"{literal(content['title'])}\nmean and standard error of {trained(content)}")
     return figure
 
 
@@ -69,7 +74,8 @@ def plot_losses(path: Path, key: str) -> Figure:
 
 
 def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
-    """Draw the validation loss of variants over training: mean and standard error over seeds.
+    """Draw the validation loss of variants over training: mean and standard error over seeds. A
+    curve ends where the loss of a seed is missing or not finite.
 
     The curves are read from runs.jsonl in the same folder as the results.
     """
@@ -80,7 +86,9 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
         raise InputError(f"--curves must be among {', '.join(runs)}, got {', '.join(unknown)}")
     figure, (axes,) = new_figure(width=6.0, height=4.5)
     for i, name in enumerate(variants):
-        courses = [pd.Series(dict(records[run].figures["course"])) for run in runs[name]]
+        courses = [
+            pd.Series(dict(records[run].figures["course"]), dtype=float) for run in runs[name]
+        ]
         losses = pd.concat(courses, axis="columns")
         if len(losses) == 1:
             raise InputError(
@@ -89,7 +97,7 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
             )
         axes.errorbar(
             losses.index,
-            losses.mean(axis="columns"),
+            losses.mean(axis="columns", skipna=False),
             yerr=losses.sem(axis="columns"),
             color=COLORS[i % len(COLORS)],
             capsize=3,
@@ -97,7 +105,5 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
         )
     axes.set(xlabel="step", ylabel="validation loss (nats per token)")
     axes.legend()
-    figure.suptitle(
-        f"{literal(content['title'])}\nmean and standard error of {len(content['seeds'])} seeds"
-    )
+    figure.suptitle(f"{literal(content['title'])}\nmean and standard error of {trained(content)}")
     return figure

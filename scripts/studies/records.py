@@ -49,7 +49,7 @@ SHAPE = {
     "settings": [str],
     "failed": bool,
     "seconds": int | float,
-    "figures": {"loss": int | float | None, "course": [[int | float]]},
+    "figures": {"loss": int | float | None, "course": [[int | float | None]]},
 }
 """Shape of a line, to validate with `check_shape`."""
 

@@ -88,7 +88,8 @@ def _check_variants(results: Results) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return all non-empty tables of a study as Markdown, each under a heading."""
+    """Return all non-empty tables of a study as Markdown, each under a heading. The tables of an
+    unfinished study follow a line that says so."""
     compared = comparison(results)
     tables = {
         "comparison": [comparison_cells(line) for line in records(compared)],
@@ -101,11 +102,18 @@ def markdown(results: Results) -> str:
     if results.get("points"):
         shares = records(tokens_to_loss(results, compared))
         tables["tokens"] = [share_cells(line) for line in shares]
-    return "\n".join(
+    unfinished = "" if results.get("complete", True) else f"unfinished: {trained(results)}\n\n"
+    return unfinished + "\n".join(
         f"### {name}\n\n{markdown_table(list(rows[0]), [list(row.values()) for row in rows])}"
         for name, rows in tables.items()
         if rows
     )
+
+
+def trained(results: Results) -> str:
+    """Return how many of the study's seeds have been trained for every variant."""
+    done, every = min((len(row["losses"]) for row in rows_of(results)), default=0), results["seeds"]
+    return f"{done} of {len(every)} seeds" if done < len(every) else f"{done} seeds"
 
 
 def comparison(results: Results) -> pd.DataFrame:

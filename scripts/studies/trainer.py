@@ -6,7 +6,6 @@ Several runs may share this node's CPUs or GPUs at a time.
 import argparse
 import hashlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -273,10 +272,10 @@ class StudyTrainer:
         reason = message(log)
         not_finite = code == 1 and "not finite" in reason
         figures = summary(folder) if (folder / DONE).exists() or not_finite else {}
-        loss = figures.get("loss")
-        if not not_finite and (code != 0 or loss is None):
+        course = figures.get("course", [])
+        failed = not_finite or (code == 0 and bool(course) and course[-1][1] is None)
+        if not failed and (code != 0 or figures.get("loss") is None):
             raise RunFailedError(f"{run.label}: exited with code {code} without a loss: {reason}")
-        failed = not_finite or not math.isfinite(figures["loss"])
         if self._facts(run) != facts:
             raise RunFailedError(f"{run.label}: the data changed during the run")
         return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
@@ -311,7 +310,8 @@ class StudyTrainer:
 
 def summary(folder: Path) -> dict[str, Any]:
     """Return the results of a run: the final validation loss (nats per token, averaged over the
-    datasets), the number of training tokens, and the validation losses by step."""
+    datasets), the number of training tokens, and the validation losses by step. Losses that are not
+    finite are None."""
     metrics = read_metrics(folder)
     course = [[line["step"], line["val/loss"]] for line in metrics if "val/loss" in line]
     tokens = max((line.get("progress/tokens", 0) for line in metrics), default=0)

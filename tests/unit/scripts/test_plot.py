@@ -1,6 +1,7 @@
 """Figures show the data from runs and checkpoints."""
 
 import json
+import math
 import re
 import shlex
 from statistics import mean, stdev
@@ -74,6 +75,16 @@ def test_the_curves_of_readme_are_those_of_committed_results(root, tmp_path, mon
     with pytest.raises(InputError, match=r"validation\.interval"):
         plot_curves(root / "studies/results/widths/results.json", ["SSO, 64"])
     assert high - low == pytest.approx(2 * stdev(losses) / len(losses) ** 0.5)
+    # A curve is no mean of fewer seeds than its title names.
+    copy, (row, *_) = tmp_path / results.name, read_results(results)["rows"]
+    records = [
+        json.loads(line) for line in (results.parent / "runs.jsonl").read_text().splitlines()
+    ]
+    next(r for r in records if r["key"] == row["runs"][0])["figures"]["course"][-1][1] = None
+    copy.write_bytes(results.read_bytes())
+    (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    (container,) = plot_curves(copy, [row["variant"]]).axes[0].containers
+    assert math.isnan(container.lines[0].get_ydata()[-1])
 
 
 def test_the_figures_of_a_study_show_its_losses(root, tmp_path):

@@ -1,6 +1,7 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
+import math
 import re
 from contextlib import closing
 from copy import deepcopy
@@ -194,6 +195,7 @@ def test_a_run_of_another_process_is_not_trained_again(waits, study_file, tmp_pa
     ("code", "log", "done", "loss", "expected"),
     [
         (0, "done", True, 2.5, 2.5),
+        (0, "done", True, math.nan, None),
         (1, "error: the loss is not finite", False, 2.5, None),
         (1, "error: the gradient is not finite", False, None, None),
         (1, "error: no disk", True, 2.5, "exited with code 1 without a loss: error: no disk"),
@@ -214,7 +216,8 @@ def test_only_a_whole_run_is_recorded(
 
     def finished(arguments: list[str], path: Path) -> tuple[int, float]:
         path.write_text(log)
-        line: dict[str, Any] = {"step": 4} | ({} if loss is None else {"val/loss": loss})
+        logged = None if loss is None or math.isnan(loss) else loss
+        line: dict[str, Any] = {"step": 4} | ({} if loss is None else {"val/loss": logged})
         (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
         if done:
             mark_done(folder, True)
@@ -230,6 +233,7 @@ def test_only_a_whole_run_is_recorded(
         else:
             (record,) = trainer.records([run])
             assert (record.loss, record.failed) == (expected, expected is None)
+            assert RecordBook(tmp_path)[run.key] == record
         assert (run.key in book) is not isinstance(expected, str)
 
 

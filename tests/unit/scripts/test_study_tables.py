@@ -49,6 +49,8 @@ def test_differences_are_paired_by_seed():
     assert (second["low"], second["high"]) == pytest.approx(ends)
     row = "| b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | -0.4484 to +0.0484 | a | cannot tell |"
     assert row in markdown(results)
+    begun = markdown(results | {"complete": False, "seeds": [1, 2, 3, 4]})
+    assert begun == f"unfinished: 3 of 4 seeds\n\n{markdown(results | {'complete': True})}"
 
 
 @pytest.mark.parametrize(
