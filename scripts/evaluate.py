@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 _ROOT = Path(__file__).resolve().parents[1]
+_PYTHON = _ROOT / ".venv-eval" / "bin" / "python"
 sys.path.insert(0, str(_ROOT))  # runs from any folder
 
 from scripts.command import command, output_path, write_whole
@@ -97,7 +98,8 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> None:
     """Score a checkpoint, or the newest checkpoint of a run, and print the table."""
     run = () if options.run is None else ("--run", str(options.run))
-    if given := " ".join((*run, *options.options)):
+    python = () if options.python == _PYTHON else ("--python", str(options.python))
+    if given := " ".join((*run, *python, *options.options)):
         raise InputError(f"{given} requires an exported model, got the run {options.model}")
     with progress(lambda: "importing packages, loading the model, scoring the tasks"):
         results = score_checkpoint(options.model, files, options.dtype)
@@ -232,7 +234,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--python",
         type=Path,
-        default=_ROOT / ".venv-eval" / "bin" / "python",
+        default=_PYTHON,
         help="Python interpreter of the lm-eval environment (default: .venv-eval/bin/python)",
     )
     parser.add_argument(

@@ -222,19 +222,25 @@ class Row:
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
     """Return a row for each metric of each task.
 
-    For a task in one of the `sets`, include only the metrics that the sets list for it.
+    For a task in one of the `sets`, include only the metrics that the sets list for it. lm-eval
+    names a metric `METRIC,FILTER`; the filter `none` is not shown.
     """
     lines = []
     for task, values in results.items():
-        present = [key.removesuffix(",none") for key in values if key.endswith(",none")]
-        present = [name for name in present if not name.endswith(("_stderr", STANDARD_ERROR))]
+        present = {
+            key.removesuffix(",none"): key
+            for key in values
+            if "," in key and not key.partition(",")[0].endswith(("_stderr", STANDARD_ERROR))
+        }
         metrics = dict.fromkeys(name for each in sets for name in each.get(task, ()))
         for metric in [name for name in metrics if name in present] or present:
-            error = values.get(
-                f"{metric}{STANDARD_ERROR},none", values.get(f"{metric}_stderr,none")
+            name, comma, kind = present[metric].partition(",")
+            errors = (
+                values.get(f"{name}{end}{comma}{kind}") for end in (STANDARD_ERROR, "_stderr")
             )
+            error = next((each for each in errors if each is not None), None)
             number = error if isinstance(error, float) and math.isfinite(error) else None
-            lines.append(Row(task, metric, float(values[f"{metric},none"]), number))
+            lines.append(Row(task, metric, float(values[present[metric]]), number))
     return lines
 
 
@@ -250,6 +256,8 @@ def table(lines: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> st
         present = [row for row in mine if row is not None]
         if len(present) == len(mine):
             mean = sum(row.value for row in present) / len(present)
-            spread = sum((row.error or 0.0) ** 2 for row in present) ** 0.5 / len(present)
-            cells.append((f"mean of {name}", "accuracy", f"{mean:.4f}", f"{spread:.4f}"))
+            errors = [row.error for row in present if row.error is not None]
+            spread = sum(error**2 for error in errors) ** 0.5 / len(present)
+            shown = f"{spread:.4f}" if len(errors) == len(present) else ""
+            cells.append((f"mean of {name}", "accuracy", f"{mean:.4f}", shown))
     return markdown_table(("task", "metric", "value", "standard error"), cells)

@@ -300,6 +300,25 @@ def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     assert line in table(listed, sets) and "mean" not in table(listed[1:], sets)
 
 
+def test_a_mean_with_an_unknown_error_has_no_error() -> None:
+    listed = [Row(task, "acc", 0.5, None if task == "boolq" else 0.1) for task in ("boolq", "piqa")]
+    line = "| mean of both | accuracy | 0.5000 |  |"
+    assert line in table(listed, {"both": {"boolq": ("acc",), "piqa": ("acc",)}})
+
+
+def test_metrics_of_every_filter_are_listed() -> None:
+    values = {
+        "alias": "gsm8k",
+        "exact_match,strict-match": 0.2,
+        "exact_match_stderr,strict-match": 0.1,
+    }
+    values |= {"exact_match,none": 0.3, "exact_match_stderr,none": "N/A"}
+    assert rows({"gsm8k": values}) == [
+        Row("gsm8k", "exact_match,strict-match", 0.2, 0.1),
+        Row("gsm8k", "exact_match", 0.3, None),
+    ]
+
+
 def test_an_error_that_lm_eval_does_not_compute_is_that_of_the_task() -> None:
     """A single document has no standard error."""
     alone = process_results.error_of_bits([(-2.0, 9.0)])

@@ -226,6 +226,7 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
     [
         (["--tasks", "piqa"], "runs and checkpoints can only be scored on .jsonl tasks"),
         (["--tasks", "{words}", "--device", "cuda"], "requires an exported model"),
+        (["--tasks", "{words}", "--python", "python3"], "--python python3 requires an exported"),
         (["--tasks", "{words}", "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
         (["--tasks", "absent.jsonl"], "cannot read task file absent.jsonl"),
         (["--tasks", "{words}", "{words}"], "must have different names"),
@@ -255,6 +256,9 @@ def test_rows_become_examples(tmp_path, capsys):
     assert main([str(output), "--output", str(output), "--limit", "1"]) == 2
     assert "--output must not be the source file" in capsys.readouterr().err
     assert json_lines(output) == [plain] * 2
+    (tmp_path / "tasks/notes.csv").touch()
+    assert main([str(tmp_path / "tasks"), "--output", str(tmp_path / "out.jsonl")]) == 0
+    assert "reads 1 .jsonl; ignores 1 .csv, such as" in capsys.readouterr().out
     found = list(examples(table(tmp_path, ROWS["hellaswag"]), "hellaswag"))
     assert [found[0].context, found[0].choices, found[0].answer] == EXAMPLES["hellaswag"][0]
 
