@@ -66,6 +66,11 @@ def import_model(
         )
     if dropout := [f"{k} {v}" for k, v in settings.items() if "dropout" in k and v]:
         print(f"note: {source} has {', '.join(dropout)}, but runs train without dropout")
+    if code := settings.get("auto_map"):
+        print(
+            f"note: {source} has code of its own, which is ignored (auto_map {code}): the weights "
+            f"are read as those of transformers' {settings['architectures'][0]}"
+        )
     with ExitStack() as stack:
         files = TheirFiles(source, stack)
         tensors = files.checked(their_tensors(config.model), tied=config.model.tie_embeddings)

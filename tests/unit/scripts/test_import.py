@@ -159,12 +159,16 @@ def test_training_begins_with_the_imported_weights(tokens, tmp_path, world, caps
     source, weights = tmp_path / "theirs", tmp_path / "imported"
     save_file(their_model(source, path), source / "consolidated.safetensors")
     settings = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.1}))
+    unusual = {"attention_dropout": 0.1, "auto_map": {"AutoModelForCausalLM": "m.M"}}
+    (source / "config.json").write_text(json.dumps(settings | unusual))
     (source / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
     options = ["--config", str(path), "model.vocab_size=null"]  # as in config.json
     assert main(["import", str(source), str(weights), *options]) == 0
     said = capsys.readouterr().out
     assert f"note: {source} has attention_dropout 0.1, but runs train without dropout" in said
+    assert (
+        "has code of its own, which is ignored (auto_map {'AutoModelForCausalLM': 'm.M'})" in said
+    )
     assert f"note: not read: consolidated.safetensors in {source}" in said
     assert "generation_config.json has several end tokens, [0, 5], but exporting" in said
     # The updates are too small for any change, so the loss after a step equals the first.
