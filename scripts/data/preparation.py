@@ -164,6 +164,13 @@ def _begin(
     saver.save(progress)
     dtype = token_dtype(tokenizer.vocab_size)
     encoder = Encoder(folder.path / TOKENIZER_FILE, tokenizer.eod_id, dtype)
+    assert tokenizer.eod_token is not None  # only manifests of earlier versions have no EOD token
+    if tokenizer.eod_id in encoder.encode([tokenizer.eod_token]).tokens[:-1]:
+        print(
+            f"warning: the tokenizer encodes the text {tokenizer.eod_token!r} as the "
+            "end-of-document token, also within a document",
+            file=sys.stderr,
+        )
     pipeline = Pipeline(preparation, folder, progress, saver, encoder, workers, shard, shards)
     return pipeline, tokenizer
 

@@ -85,6 +85,17 @@ def test_up_to_one_percent_is_said(workers, tmp_path, monkeypatch, capsys) -> No
     assert "changes the text of 0.2% of 601 decoded documents" in capsys.readouterr().err
 
 
+def test_a_tokenizer_that_reads_the_end_token_in_text_is_named(tmp_path, capsys) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<eod>": 0, "cat": 1}, unk_token="<eod>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<eod>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_jsonl(tmp_path / "a.jsonl", ["cat cat"])
+    command = [f"web={tmp_path}/a.jsonl", "--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    assert "encodes the text '<eod>' as the end-of-document token" in capsys.readouterr().err
+
+
 def test_loss_is_found_early(tmp_path, monkeypatch, capsys) -> None:
     """Lost text is found before 0.1% of the documents are encoded. Only samples of later documents
     are checked."""
