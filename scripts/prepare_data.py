@@ -23,7 +23,7 @@ from parallel.error_text import first_line, os_error_text
 from scripts.command import command, counted, output_path, token_count, whole_number
 from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
-from scripts.data.hub import hub_tokenizer
+from scripts.data.hub import HubInput, hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import SUFFIXES, find_inputs
 from training.command_line import Parser, fail
@@ -79,7 +79,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
         fingerprint = preparation.fingerprint(identities)
         if holds_preparation(output, fingerprint, overwrite=options.overwrite):
             clean_up(output)
-            print(f"{options.output} already contains this data")
+            print(f"{options.output} already contains this data{_unchecked(preparation)}")
             return
     check_replaceable(output, options.overwrite)
     say(preparation, warnings)
@@ -107,6 +107,13 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
     print(f"wrote {options.output}: vocabulary {made.vocab_size:,}, {end}")
     if not options.demo and options.corpus is None:
         print(how_to_train(options.output, list(manifest.sets)))
+
+
+def _unchecked(preparation: Preparation) -> str:
+    """Return a note if a preparation reads datasets from the hub, which may have changed."""
+    remote = any(isinstance(each, HubInput) and each.remote for each in preparation.inputs())
+    note = "; hub datasets are not checked for changes: delete the folder to read them again"
+    return note if remote else ""
 
 
 def _check_export(tokenizer: Path | None) -> None:

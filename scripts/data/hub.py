@@ -31,6 +31,11 @@ class HubInput:
         return True
 
     @property
+    def remote(self) -> bool:
+        """Whether the dataset is on the hub."""
+        return not Path(self.name).exists()
+
+    @property
     def identity(self) -> str:
         """Dataset name, including the commit if known."""
         return str(self) if self.revision is None else f"{self} at {self.revision}"
@@ -40,8 +45,7 @@ class HubInput:
 
         Raises DataError if the dataset cannot be opened.
         """
-        remote = not Path(self.name).exists()
-        pinned = replace(self, revision=_newest(self.name) if remote else None)
+        pinned = replace(self, revision=_newest(self.name) if self.remote else None)
         count = _stream(pinned).num_shards
         return [replace(pinned, file=(number, count)) for number in range(count)]
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from scripts.data import preparation
 from scripts.data.document_files import split_text
+from scripts.data.plan import Preparation
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import chosen, main, parse
 from tests.run_results import hashes
@@ -224,3 +225,16 @@ def test_eod_of_an_existing_tokenizer(tokenizer, tmp_path, special, configs, opt
     kept = set(configs) & {"tokenizer_config.json"}
     own = {f"set.train.{suffix}" for suffix in ("bin", "idx", "blocks")}
     assert set(manifest.files) == {"tokenizer.json"} | own | kept
+
+
+def test_data_of_the_hub_is_not_said_to_be_unchanged(tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("scripts.data.folder.holds_preparation", lambda *_, **__: True)
+    monkeypatch.setattr(Preparation, "check", lambda self: [])
+    (tmp_path / "a.txt").write_text("text")
+    options = ["--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
+    for source, end in (
+        ("hf:no-one/nothing", "; hub datasets are not"),
+        (f"{tmp_path}/a.txt", "\n"),
+    ):
+        assert main([f"a={source}", *options]) == 0
+        assert f"already contains this data{end}" in capsys.readouterr().out
