@@ -249,6 +249,11 @@ def test_output_needs_no_folder_and_examples_can_run():
             "RUN_DIR instead of run.dir=elsewhere: this script needs to know the folder",
         ),
         (
+            ["run={dir: elsewhere}"],
+            {},
+            "RUN_DIR instead of run={dir: elsewhere}: this script needs to know the folder",
+        ),
+        (
             [],
             {"RUN_DIR": "", "SLURM_JOB_NAME": "pretrain.sbatch"},
             "RUN_DIR or --job-name, got the job name pretrain.sbatch",
@@ -288,6 +293,6 @@ def test_ranks_are_started_as_the_job_asks(name, asked, restarts, folder):
     program = ["scripts/preflight.py", config, *common]
     if name == "pretrain":
         started.insert(2, f"--max-restarts={restarts}")
-        program = ["pretrain.py", "--config", config, f"run.dir={folder / 'run'}", *common]
+        program = ["pretrain.py", "--config", config, f"run.dir='{folder / 'run'}'", *common]
     assert lines[lines.index("--nnodes=1") :] == [*started, *program, "on localhost"]
     assert process.returncode == 0
