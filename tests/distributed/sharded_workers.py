@@ -296,14 +296,21 @@ def refusals() -> list[str]:
             for parameter in missing if dist.get_rank() == 0 else ():
                 parameter.grad = None
             said.append(error_of(optimizer.step))
+    model = build("fsdp")
+    optimizer = optimizer_of(model, "muon")
+    train(model, optimizer, "fsdp", 0, 1)
+    grad = local_of(model.get_parameter("blocks.0.down.weight").grad)
+    if dist.get_rank() == 1:
+        grad.view(-1)[0] = torch.nan
+    said.append(error_of(optimizer.step))
     return said
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """Return the text of the ValueError that a call raises, or "" without an error."""
+    """Return the text of the error that a call raises, or "" without an error."""
     try:
         call()
-    except ValueError as error:
+    except (FloatingPointError, ValueError) as error:
         return str(error)
     return ""
 
