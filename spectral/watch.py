@@ -207,6 +207,7 @@ class Facts:
     is_parameter: bool = False
     is_active: bool = False  # whether they depend on the example, unlike a computed weight
     is_product: bool = False  # whether parameters alone are multiplied: a table's rows, or a weight
+    scaled: frozenset[Use] = frozenset()  # weights that they are, with scaled inputs or outputs
     vector: str = ""  # the name of the vector that they belong to
     factors: "Sequence[Side]" = ()  # of a * b
     terms: "Sequence[Side]" = ()  # of f(a + b)
@@ -227,6 +228,12 @@ class Side(NamedTuple):
     def moving(self) -> list[int]:
         """The axes along which columns change."""
         return [] if self.columns is None else _moving(self.columns)
+
+    def axes(self, other: "Side") -> tuple[set[int], set[int]]:
+        """The axes that both operands have, and those that only this one has."""
+        pairs = [*enumerate(zip(self.shape, other.shape, strict=True))]
+        shared = {axis for axis, (n, m) in pairs if n > 1 < m}
+        return shared, {axis for axis, (n, m) in pairs if n > 1 == m}
 
     def vectors(self, other: "Side") -> list[int]:
         """The axes along which vectors lie if each element of `other` multiplies a whole vector, as
@@ -383,7 +390,15 @@ class Watch(TorchDispatchMode):
         if name in PRODUCTS and results[0].shape[-1:] == (1,) and any(f.vector for f in known):
             origin = Origin.SCALARS
         active = tracked or any(facts.is_active for facts in known)
+        scaled = frozenset[Use]().union(*(facts.scaled for facts in known))
+        if name in PRODUCTS or name == "convolution":
+            layer = any(self.facts(t).is_parameter for t in operands if t.ndim > 1)
+            for use in [] if layer else scaled:
+                use.hidden = use.hidden or "a product with activations"
+        if not (name.rstrip("_") in COPIES or MOVES.fullmatch(name)):
+            scaled = frozenset()  # a decay, for example, is no weight
         for facts in map(self.facts, results):
+            facts.scaled |= scaled
             facts.origin = max(origin, Origin.ACTIVATIONS) if origin or random else facts.origin
             facts.is_active |= active
 
@@ -430,7 +445,7 @@ class Watch(TorchDispatchMode):
         whole = [side for side in sides if side.tensor.shape == out.shape]
         distinct, full, result = self._distinct(sides), whole or sides, self.facts(out)
         if name == "mul":
-            self._choose_weights(sides)
+            self._choose_weights(sides, out)
         nothing = out.new_empty(0)  # activations must not be kept alive
         kept = [s if s.tensor in self.weights else s._replace(tensor=nothing) for s in sides]
         if name == "mul" and len(sides) == 2:
@@ -465,7 +480,7 @@ class Watch(TorchDispatchMode):
         weight = next((side.tensor for side in whole if side.tensor in self.weights), None)
         if weight is None:
             return
-        chosen = any(side.facts.is_active for side in whole)
+        chosen = any(s.facts.is_active and s.tensor.dtype != torch.bool for s in whole)
         self.facts(out).is_active &= chosen
         alone = sum(side.tensor.numel() > 1 for side in sides) == 1
         if not chosen or (alone and len(self._use(weight).shape) > 2):
@@ -525,13 +540,17 @@ class Watch(TorchDispatchMode):
         """Return whether some columns are sums."""
         return isinstance(self.numbers.record(columns.max()), Sums)
 
-    def _choose_weights(self, sides: Sequence[Side]) -> None:
+    def _choose_weights(self, sides: Sequence[Side], out: Tensor) -> None:
         """Mark weights as hidden if activations multiply their whole matrices, as in mixtures."""
         for side, factor in permutations(sides, 2):
-            shared = [n for n, m in zip(side.shape, factor.shape, strict=True) if n > 1 == m]
+            shared, kept = side.axes(factor)
             chosen = factor.columns is not None or factor.facts.is_active
-            if side.tensor in self.weights and len(shared) > 1 and chosen:
-                self._hide([side.tensor], "a product with activations, which may choose a weight,")
+            if side.tensor in self.weights and chosen:
+                if len(kept) > 1:
+                    operation = "a product with activations, which may choose a weight,"
+                    self._hide([side.tensor], operation)
+                elif kept and shared and side.tensor.shape != out.shape:
+                    self.facts(out).scaled |= {self._use(side.tensor)}
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Wrap an operand of an elementwise operation in a `Side`."""
@@ -625,14 +644,15 @@ class Watch(TorchDispatchMode):
     def _contract(self, source: Tensor, axes: set[int], out: Tensor) -> bool:
         """Follow a sum of products with a weight over `axes` if it computes a matmul."""
         for side, other in permutations(self.facts(source).factors, 2):
-            pairs = [*enumerate(zip(side.shape, other.shape, strict=True))]
-            shared = {axis for axis, (n, m) in pairs if n > 1 < m}
-            kept = [axis for axis, (n, m) in pairs if n > 1 == m]
-            viewed = len(pairs) != source.ndim
-            if viewed or shared != axes or len(kept) != 1 or side.tensor not in self.weights:
+            shared, kept = side.axes(other)
+            viewed = len(side.shape) != source.ndim
+            if viewed or side.tensor not in self.weights or not (kept and shared & axes):
                 continue
-            missing = source.ndim - side.tensor.ndim
-            summed, (axis,) = [a - missing for a in axes], kept
+            if shared != axes or len(kept) > 1:
+                self._hide([side.tensor], "a sum of products")
+                continue
+            missing, (axis,) = source.ndim - side.tensor.ndim, kept
+            summed = [a - missing for a in axes]
             columns = self._outputs(side.tensor, summed, axis - missing)
             self.numbers.consume(other.columns, axes, LAYER)
             dropped = out.ndim < source.ndim and sum(a < axis for a in axes)

@@ -557,6 +557,16 @@ def matmuls_written_as_sums_of_products(m: Any, x: Tensor) -> Any:
     return m.out((y[..., None] * m.other).sum(-2, keepdim=True)[..., 0, :])
 
 
+@case("mix 9x9 =, out 12 4 -", (x, torch.ones(9, 9).tril().bool()))
+def tokens_mixed_under_a_mask_of_the_example(m: Any, x: Tensor, mask: Tensor) -> Any:
+    return m.out(m.mix * mask @ x)
+
+
+@case("scale 9x12 ., inner 12 8 =, out 8 4 -")
+def numbers_that_scale_rows_of_a_table(m: Any, x: Tensor) -> Any:
+    return m.out(m.inner(x[..., :1] * m.scale).relu())
+
+
 @case("layers 12x1x4 ., inner 12x4x4 T/4, out 4 2 -")
 def a_layer_for_each_number(m: Any, x: Tensor) -> Any:
     y = (x.flatten(0, 1).T[..., None] @ m.layers).relu() @ m.inner
@@ -739,6 +749,17 @@ def a_recurrence_of_channels(m: Any, x: Tensor) -> Any:
         state = m.decay.sigmoid() * state + m.b * u[..., None]
         outputs.append(torch.einsum("bdn,dn->bd", state, m.c))
     return m.out(torch.stack(outputs, 1).relu())
+
+
+@case("steps 12 12 =, read 12 3 =, out 12 4 -, decay 12x3 .")
+def a_recurrence_whose_decay_depends_on_tokens(m: Any, x: Tensor) -> Any:
+    """Compute Mamba's recurrence."""
+    decays = (m.steps(x).sigmoid()[..., None] * -m.decay.exp()).exp()
+    state, outputs = torch.zeros(len(x), 12, 3), []
+    for u, decay, read in zip(x.unbind(1), decays.unbind(1), m.read(x).unbind(1), strict=True):
+        state = decay * state + u[..., None]
+        outputs.append((state @ read[..., None])[..., 0])
+    return m.out(torch.stack(outputs, 1))
 
 
 @case("both 12 24 /12, filters 4 12 =, out 12 4 -")
@@ -1270,6 +1291,17 @@ def a_weight_of_two(m: Any, x: Tensor) -> Any:
 @refused("expert.weight: no token of the forward pass used it", "expert 12 8, out 12 8")
 def an_expert_without_tokens(m: Any, x: Tensor) -> Any:
     return m.out(x).index_add(0, torch.tensor([]).long(), m.expert(x[x[:, 0, 0] > 9]))
+
+
+@refused("weight: a product with activations hides", "style 12 6, weight 4x6, out 4 3")
+def a_weight_whose_inputs_activations_scale(m: Any, x: Tensor) -> Any:
+    weights = m.weight * m.style(x[:, 0])[:, None]
+    return m.out(x[..., :6] @ (weights * weights.square().sum(-1, keepdim=True).rsqrt()).mT)
+
+
+@refused("weight: a sum of products hides", "weight 3x5x4, out 15 4")
+def groups_in_one_sum_of_products(m: Any, x: Tensor) -> Any:
+    return m.out((x.unflatten(-1, (3, 1, 4)) * m.weight).sum(-1).flatten(-2))
 
 
 PAIRED = nn.Bilinear(4, 4, 3)
