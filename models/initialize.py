@@ -139,8 +139,8 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
 
 
 def normal_(part: Tensor, name: str, seed: int, deviation: float = 1.0) -> Tensor:
-    """Fill `part`, a float32 tensor on CPU, from N(0, deviation^2) and return it. The random
-    generator is seeded by (seed, name)."""
+    """Fill `part`, a float32 tensor on CPU, from N(0, deviation^2) and return it. The
+    random number generator is seeded with `seed` and `name`."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return part.normal_(0.0, deviation, generator=generator)

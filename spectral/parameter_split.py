@@ -189,7 +189,7 @@ def split_parameters(
         rows.append(Row(name, shape, rule, len(matrices), matrices[0], reason))
     if unused:
         raise ValueError(
-            "each pattern of units must match a parameter, but no parameter matches "
+            "every pattern in units must match a parameter, but no parameter matches "
             f"{', '.join(sorted(unused))}"
         )
     if not groups:

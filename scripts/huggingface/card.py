@@ -98,7 +98,7 @@ def _pc(config: Config) -> str:
 
 
 def validation(info: CheckpointInfo) -> dict[str, float]:
-    """Return each set's last validation loss that was logged up to the checkpoint's step.
+    """Return the last validation loss logged for each set up to the checkpoint's step.
 
     The dict is empty if the checkpoint is not in a run folder.
     """

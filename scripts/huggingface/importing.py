@@ -230,7 +230,7 @@ class TheirFiles:
         more = [name for name in self._files.keys() - legal if not name.endswith(IGNORED)]
         if more:
             raise InputError(
-                f"{self.source} contains unexpected tensors, which are not in the config's model: "
+                f"{self.source} contains tensors that the model in the config does not have: "
                 f"{abridged(more)}"
             )
         if len(kinds) != 1 or not kinds <= DTYPES.keys():

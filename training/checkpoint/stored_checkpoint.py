@@ -327,8 +327,8 @@ class CheckpointWeights:
             raise BrokenCheckpointError(f"{self.info.path} has no {abridged(expected - present)}")
         if present - expected:
             raise BrokenCheckpointError(
-                f"{self.info.path} contains {abridged(present - expected)}, which is not in its "
-                "config's model"
+                f"{self.info.path} contains {abridged(present - expected)}, which the model in its "
+                "config does not have"
             )
 
     def effective(self, unit: Unit) -> Tensor:

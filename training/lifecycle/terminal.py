@@ -1,4 +1,4 @@
-"""A run's terminal: Ctrl-C, and output after the terminal is closed.
+"""Handling of Ctrl-C, and of output after the terminal is closed.
 
 Before training, Ctrl-C and SIGTERM end the process. During training, the first Ctrl-C saves and
 stops the run, and a second one kills it. A rank receives SIGTERM when its launcher exits. A run

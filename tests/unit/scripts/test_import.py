@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     assert "config.json: " in changed(model_type="no_such")
     weights = source / "model.safetensors"
     save_file({**tensors, "model.extra": torch.zeros(1)}, weights)
-    said = "contains unexpected tensors, which are not in the config's model: model.extra"
+    said = "contains tensors that the model in the config does not have: model.extra"
     assert said in refused(refusal, source, run, config)
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     save_file(missing, weights)

@@ -90,7 +90,7 @@ def test_what_nobody_knows_is_said_by_name() -> None:
         ValueError, match=r"Wqkv.weight must have the same value, got .* for Wqkv\* and \*.weight"
     ):
         split_parameters(model, units={"Wqkv*": {}, "*.weight": {"rows": [4]}})
-    with pytest.raises(ValueError, match="each pattern of units must match a parameter, .* other"):
+    with pytest.raises(ValueError, match="every pattern in units must match a parameter, .* other"):
         split_parameters(model, units={"Wqkv*": {}, "other": {}})
     with pytest.raises(ValueError, match=r"divide the 12 outputs .* got \(5,\)"):
         split_parameters(model, units={"Wqkv*": {"rows": [5]}})
