@@ -75,7 +75,7 @@ class ForwardWords:
         function: Any,
         known: dict[CodeType, list[str]],
     ) -> list[str]:
-        """Return the words in a function; cache the words of every function that is read."""
+        """Return the words in a function; cache the words of every function read in `known`."""
         if (graph := getattr(function, "inlined_graph", None)) is not None:  # a torch.jit function
             operations = re.findall(r"aten::(\w+)", str(graph))
             return ["Ellipsis" if word == "slice" else word for word in operations]

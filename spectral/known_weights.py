@@ -294,8 +294,10 @@ class KnownWeights:
                 raise Unclear(f" could be an output head or a single matrix: {why}")
             return None
         reason = self._head(weight, layer, later)
-        if reason.endswith(": a head") and (user := self._user(weight) or mixer):
-            why = f"{user} adds or multiplies activations after it, or uses its weight again"
+        user = self._user(weight)
+        if reason.endswith(": a head") and (user or mixer):
+            why = f"{mixer} adds or multiplies activations after it"
+            why = f"{user} also uses its weight directly" if user else why
             raise Unclear(f" could be an output head or a single matrix: {why}")
         if reason:
             return True, reason

@@ -42,7 +42,7 @@ def ignore(*_: object) -> None:
 class Hooks:
     """Optional hooks of the training loop. Without hooks, the loop only trains.
 
-    report     called with the step and its metrics, if any, which are identical on all ranks
+    report     called with metrics, which are identical on all ranks, and the step
     record     called with the monitors' metrics and the step
     note       called with the kind, step and text of an event
     on_step    called with the number and result of each step

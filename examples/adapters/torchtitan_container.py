@@ -1,4 +1,4 @@
-"""torchtitan adapter: adds Muon, MuonSphere, SpectralSphere and Muon++.
+"""torchtitan adapter: adds Muon, MuonSphere, SpectralSphere and Muon++ to its optimizers.
 
     config.optimizer = SpectralOptimizers.Config(
         param_groups=spectral_groups("SpectralSphere", lr=5e-3, head_dim=64, adamw_lr=3e-4)

@@ -150,7 +150,7 @@ def _check_padding(size: int) -> None:
 
 def rewritten(path: Path, program: str, end: str) -> str:
     """Return a shell command that pipes the decompressed file through `program` to a new file and
-    renames the original, so that only the new file is read with the folder."""
+    renames the original, so that reading the folder reads only the new file."""
     kind = SUFFIXES.get(path.suffix)
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"
     return f"{command} > {_plain(path).with_suffix('')}.{end} && mv {path} {path}.old"

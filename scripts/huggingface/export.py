@@ -1,7 +1,7 @@
 """Export a checkpoint to a Hugging Face model folder, or to safetensors with Spectrain's names.
 
-At most one parameter and one weight file are in memory at a time, besides a tensor that exceeds the
-size of a file.
+At most one parameter and one weight file are in memory at a time, apart from a tensor larger than
+the size limit of a file.
 """
 
 import json

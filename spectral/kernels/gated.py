@@ -1,7 +1,7 @@
 """Triton kernel for the backward pass of gated activations, `f(gate) up`.
 
-f(x) = x sigmoid(z(x)). With z(x) = x, f is SiLU. With z(x) = sqrt(8 / pi) (x + 0.044715 x^3), f is the tanh approximation
-of GELU. If g is the gradient of the output, the gradients of gate and up are
+f(x) = x sigmoid(z(x)). With z(x) = x, f is SiLU. With z(x) = sqrt(8 / pi) (x + 0.044715 x^3), f is
+the tanh approximation of GELU. If g is the gradient of the output, the gradients of gate and up are
 
     g up f'(gate)  with  f' = sigmoid(z) + f (1 - sigmoid(z)) z',    and    g f(gate).
 

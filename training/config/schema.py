@@ -25,7 +25,8 @@ from training.local_path import local_path
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
-"""Kinds of settings that must not change when a run resumes; see training/checkpoint/resume.py."""
+"""Kinds of settings that must not change when a run resumes, unless `checkpoint.allow_change` lists
+the kind; see training/checkpoint/resume.py."""
 
 
 class RunConfig(Section):

@@ -76,8 +76,8 @@ def choose(
     if gpus.usable:
         if local_rank >= gpus.usable:
             raise DeviceError(
-                f"local rank {local_rank} requires its own GPU, but the number of GPUs on this "
-                f"machine is {gpus.usable}: start fewer ranks, or set run.device=cpu"
+                f"local rank {local_rank} requires its own GPU, but only {gpus.usable} can be used "
+                "on this machine: start fewer ranks, or set run.device=cpu"
             )
         return "cuda"
     if requested == "auto" and (gpus.built is None or not gpus.devices):

@@ -629,7 +629,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             "Tied: up 8 6, down 6 4",
             lambda m, x: F.linear(m.down(m.up(x)), m.down.weight.t()) @ m.up.weight,
         ),
-        "down.weight could be an output head .*: Tied .*uses its weight again",
+        "down.weight could be an output head .*: Tied also uses its weight directly",
     ),
     "outputs that others join": (
         module(
