@@ -86,8 +86,6 @@ PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow
 """Functions that split a tensor, and the word for unreadable code, which may split one."""
 GATES = {"*", "mul"}
 """Operators and functions that multiply the two halves of a layer's outputs."""
-JOINS = GATES | {"cat", "concat", "concatenate", "stack", "hstack"}
-"""Operators and functions whose results may feed a layer of another size."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
 """Functions and index expressions that may divide a layer's outputs."""
 SHUFFLES = {"rearrange", "pixel_shuffle", "pixelshuffle"}
@@ -350,10 +348,7 @@ class KnownWeights:
             self.words.after(weight.around, weight.own_name)
         )
         alike = not (cut or used or parted) and outputs == self.layers.layers[-1].outputs
-        steps = pairwise(weight.path)
-        joined = any(JOINS.intersection(self.words.after(m, name)) for (name, _), (_, m) in steps)
-        others &= bool(self.blocks) or not (joined or parted or used)
-        ends = (not cut and others) or not (later or used) or alike
+        ends = (self.blocks and not cut and others) or not (later or used) or alike
         return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], set[nn.Module], str]:

@@ -299,10 +299,7 @@ class Watch(TorchDispatchMode):
             if self.facts(t).is_parameter and storage not in self.before:
                 self.before[storage] = storage.clone()
         result = func(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # autograd computes a gradient
-            for facts in map(self.facts, filter(is_strided, tensors_in(result))):
-                facts.origin, facts.is_active = Origin.PARAMETERS, True
-        elif not (self.paused or func.is_view):  # views share the shadow of their storage
+        if not (self.paused or func.is_view):  # views share the shadow of their storage
             self._follow(func, args, kwargs, result)
         return result
 
@@ -397,7 +394,18 @@ class Watch(TorchDispatchMode):
                 use.hidden = use.hidden or "a product with activations"
         if not (name.rstrip("_") in COPIES or MOVES.fullmatch(name)):
             scaled = frozenset()  # a decay, for example, is no weight
+        replaced = name[-1] == "_" != name[-2] and (name[:-1] not in COPIES or len(operands) > 1)
+        bends = (
+            len(operands) > 1
+            and origin == Origin.SCALARS
+            and any(
+                self.facts(t).origin == origin and t.numel() > 1 == t.shape[-1] for t in operands
+            )
+        )
+        if bends and results[0].shape[-1:] != (1,):  # a layer's only output scales activations
+            origin = Origin.PARAMETERS
         for facts in map(self.facts, results):
+            facts.factors = () if replaced else facts.factors
             facts.scaled |= scaled
             facts.origin = max(origin, Origin.ACTIVATIONS) if origin or random else facts.origin
             facts.is_active |= active
@@ -648,8 +656,11 @@ class Watch(TorchDispatchMode):
             viewed = len(side.shape) != source.ndim
             if viewed or side.tensor not in self.weights or not (kept and shared & axes):
                 continue
-            if shared != axes or len(kept) > 1:
-                self._hide([side.tensor], "a sum of products")
+            unclear = shared != axes or len(kept) > 1 or not source.is_contiguous()
+            if unclear or other.tensor in self.weights or not {*other.moving} <= axes:
+                self._hide([side.tensor, other.tensor], "a sum of products")
+                for use in self.numbers.beneath(other.columns):
+                    use.hidden = use.hidden or "a sum of products"
                 continue
             missing, (axis,) = source.ndim - side.tensor.ndim, kept
             summed = [a - missing for a in axes]

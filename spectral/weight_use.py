@@ -127,7 +127,7 @@ class Use:
             raise ValueError("no token of the forward pass used it")
         if not self.inputs:
             return Seen(None, "no product uses it: a table", decays=False)
-        if not any(self.inputs):
+        if not any(self.inputs) and 1 in self.shape[-2:]:
             return Seen(None, "each output has a single input: vectors", decays=False)
         entries = self._entries()
         self.sets = {kind: set().union(*(own[kind] for own in entries)) for kind in self.sets}

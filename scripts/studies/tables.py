@@ -224,17 +224,20 @@ def searched_keys(results: Results, name: str | None = None) -> list[str]:
 def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
     """Return a (`key` value, loss) pair for each of a variant's trials in stages that vary `key`.
 
-    Only trials in the first rung are included, because the first rung trains all candidates.
+    Only the shortest trials are included, and only from first rungs, which train all candidates.
     """
     stages = results["variants"][name]["search"]
     varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
+    trials = trials_by_rung(results)[0]
+    trials = [t for t in trials if t["variant"] == name and t["stage"] in varied]
+    shortest = min((t["share"] for t in trials), default=None)
     return [
         (
             float(settings(t["candidate"])[first_key(key)]),
             math.inf if t["loss"] is None else t["loss"],
         )
-        for t in trials_by_rung(results)[0]
-        if t["variant"] == name and t["stage"] in varied
+        for t in trials
+        if t["share"] == shortest
     ]
 
 

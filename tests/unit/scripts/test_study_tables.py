@@ -146,6 +146,9 @@ def test_a_grid_without_a_value_between_its_ends_is_warned_of(stages, short):
 
 def test_losses_by_a_key_are_the_best_over_the_others():
     results = searched({"a": [], "b": []}) | {"search": {"seed": 7}}
+    # Only the shortest runs that vary the key are compared.
+    results["variants"]["a"]["search"]["later"] = STAGE
+    results["trials"].append(trial("a", 3, 0.3, 0.2, share=1.0) | {"stage": "later"})
     first, *_ = loss_by(results, "lr").to_dict("records")
     assert first == {"variant": "a", "1": 1.3, "2": 0.3, "4": 2.3}
     assert "| b | 1.3000 | **0.3000** | 2.3000 |" in markdown(results)

@@ -933,10 +933,6 @@ ENDINGS: dict[str, tuple[nn.Module, str]] = {
         module("stem 8 8, auxiliary 8 5", body=MLP(8, 8), end=linear(8, 5)),
         "auxiliary end",
     ),
-    "of two tasks, without blocks": (
-        module("first 12 8, kind 8 5, box 8 4", lambda m, x: [m.kind(m.first(x)), m.box(x)]),
-        "kind box",
-    ),
     "without layers in a list": (PERCEPTRON, "3"),
 }
 

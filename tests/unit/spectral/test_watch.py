@@ -579,11 +579,15 @@ def quantization_without_a_table(m: Any, x: Tensor) -> Any:
     return m.out(y + (y.sign() - y).detach()), ((y > 0).int() * 2 ** torch.arange(4)).sum(-1)
 
 
-@case("inner 12 8 =, out 8 4 -")
-def a_gradient_of_the_outputs(m: Any, x: Tensor) -> Any:
-    with torch.enable_grad():
-        energy = m.out(m.inner(y := x.clone().requires_grad_()).tanh()).sum()
-        return energy, torch.autograd.grad(energy, y)[0]
+@case("weight 6x12 ., inner 6 8 =, out 8 4 -")
+def a_sum_of_products_changed_in_place(m: Any, x: Tensor) -> Any:
+    return m.out(m.inner((x[..., None, :] * m.weight).exp_().sum(-1)))
+
+
+@case("gate 12 1 ., up 12 8 =, down 8 12 =")
+def a_residual_stream_that_begins_with_pooled_inputs(m: Any, x: Tensor) -> Any:
+    pooled = (m.gate(x).softmax(1) * x).sum(1)
+    return pooled + m.down(m.up(pooled).relu())
 
 
 @case("tokens 1 24 ., inner 6 6 =, out 6 4 -", torch.randn(1, 1))
@@ -1302,6 +1306,29 @@ def a_weight_whose_inputs_activations_scale(m: Any, x: Tensor) -> Any:
 @refused("weight: a sum of products hides", "weight 3x5x4, out 15 4")
 def groups_in_one_sum_of_products(m: Any, x: Tensor) -> Any:
     return m.out((x.unflatten(-1, (3, 1, 4)) * m.weight).sum(-1).flatten(-2))
+
+
+@refused("mix: a sum .*outputs\nup.weight: a sum of products", "up 12 16, mix 9x9, out 8 4")
+def a_sum_of_products_over_tokens(m: Any, x: Tensor) -> Any:
+    gate, y = (m.mix[..., None] * m.up(x)[:, None]).sum(2).chunk(2, -1)
+    return m.out(F.silu(gate) * y)
+
+
+@refused("left: a sum of products hides", "left 6x4, right 12x4, out 6 4")
+def a_weight_computed_by_a_sum_of_products(m: Any, x: Tensor) -> Any:
+    return m.out(x @ (m.left[:, None] * m.right).sum(-1).mT)
+
+
+@refused("weight: a sum of products hides", "weight 12x12, out 12 4")
+def a_sum_of_transposed_products(m: Any, x: Tensor) -> Any:
+    return m.out((x[..., None, :] * m.weight).mT.sum(-1))
+
+
+@refused("up.weight: no division matches", "up 12 8, down 8 4")
+def a_gradient_as_outputs(m: Any, x: Tensor) -> Any:
+    with torch.enable_grad():
+        energy = m.up(y := x.clone().requires_grad_()).relu().square().sum()
+        return m.down(m.up(y - torch.autograd.grad(energy, y)[0]))
 
 
 PAIRED = nn.Bilinear(4, 4, 3)
