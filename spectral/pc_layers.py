@@ -24,7 +24,7 @@ from .batching import grouped
 from .division import Division, narrowed
 from .effective_weight import Preconditioner
 from .ieee_products import without_autocast
-from .known_weights import KnownWeights
+from .known_weights import KnownWeights, Unclear
 from .local_part import is_dtensor, placed_as, whole_of
 from .model_weights import weights_of
 from .odd_polynomial import Level, stages
@@ -193,7 +193,12 @@ def preconditioned(
         names = [block for block in blocks if block in unused]
         raise ValueError(f"blocks must name layers that can be preconditioned, got {names}")
     weights_by_name = KnownWeights(model)
-    divisions = {layer: weights_by_name.division(weight)[0] for layer, weight in weights.items()}
+    divisions = {}
+    for layer, weight in weights.items():
+        try:
+            divisions[layer], _ = weights_by_name.division(weight)
+        except Unclear as error:
+            raise ValueError(f"{weight.name}{error}; leave {layer} out of blocks") from None
     for layer, division in divisions.items():
         _register(weights[layer].module, division, Preconditioner(level=level))
     return [*weights]

@@ -120,5 +120,5 @@ def test_a_machine_without_a_compiler_is_refused(minimal, monkeypatch) -> None:
         check_backends(config, torch.device("cpu"))
     check_backends(load_config(minimal, ["train.compile=aot_eager"]), torch.device("cpu"))
     fused = ["train.compile=inductor", "model.attention_backend=transformer_engine"]
-    with pytest.raises(InvalidConfigError, match="train.compile requires"):
+    with pytest.raises(InvalidConfigError, match="train.compile = .* requires"):
         load_config(minimal, fused)

@@ -176,7 +176,7 @@ def test_rejects_bad_input() -> None:
     w, u, v = gaussian(2, 6, 9), torch.zeros(2, 6), torch.zeros(2, 9)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         top_singular(w, u, v, steps=0)
-    with pytest.raises(ValueError, match="w, u, v must be"):
+    with pytest.raises(ValueError, match="w, u, v must have shapes"):
         top_singular(w, v, u)
 
 
