@@ -436,9 +436,13 @@ class Watch(TorchDispatchMode):
         """Mark the weights of operands, and the tables that they multiply, as hidden."""
         for t in operands:
             own = {self._use(t)} if t in self.weights else set[Use]()
-            for use in self.numbers.beneath(self.columns.read(t)) or own:
-                for each in (use, *use.tables):
-                    each.hidden = each.hidden or operation
+            self._hide_uses(self.numbers.beneath(self.columns.read(t)) or own, operation)
+
+    def _hide_uses(self, uses: Iterable[Use], operation: str) -> None:
+        """Mark the weights of uses, and the tables that they multiply, as hidden."""
+        for use in uses:
+            for each in (use, *use.tables):
+                each.hidden = each.hidden or operation
 
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
@@ -659,8 +663,7 @@ class Watch(TorchDispatchMode):
             unclear = shared != axes or len(kept) > 1 or not source.is_contiguous()
             if unclear or other.tensor in self.weights or not {*other.moving} <= axes:
                 self._hide([side.tensor, other.tensor], "a sum of products")
-                for use in self.numbers.beneath(other.columns):
-                    use.hidden = use.hidden or "a sum of products"
+                self._hide_uses(self.numbers.beneath(other.columns), "a sum of products")
                 continue
             missing, (axis,) = source.ndim - side.tensor.ndim, kept
             summed = [a - missing for a in axes]
