@@ -161,9 +161,19 @@ def config_of(
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Return a variant's losses and record keys, with one entry per seed."""
-    losses = [record.loss for record in records]
-    return {"variant": name, "runs": [record.key for record in records], "losses": losses}
+    """Return a variant's losses and record keys, with one entry per seed, and its losses by dataset
+    if all records contain the losses of several datasets."""
+    line: dict[str, Any] = {
+        "variant": name,
+        "runs": [record.key for record in records],
+        "losses": [record.loss for record in records],
+    }
+    by_dataset = [{} if r.failed else r.figures.get("datasets", {}) for r in records]
+    names = dict.fromkeys(each for losses in by_dataset for each in losses)
+    complete = all(r.failed or losses for r, losses in zip(records, by_dataset, strict=True))
+    if complete and len(names) > 1:
+        line["datasets"] = {each: [losses.get(each) for losses in by_dataset] for each in names}
+    return line
 
 
 def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[float, list[Run]]:

@@ -80,6 +80,11 @@ def _check_variants(results: Results) -> None:
         raise InputError(f"rows must be the variants {', '.join(names)}, got {', '.join(rows)}")
     if len({len(row["losses"]) for row in rows.values()}) > 1:
         raise InputError("all rows must have the same number of losses")
+    for name, row in rows.items():
+        losses = row.get("datasets", {})
+        check_shape(losses, {...: [NUMBER]}, f"datasets of {name}")
+        if any(len(each) != len(row["losses"]) for each in losses.values()):
+            raise InputError(f"datasets of {name} must have as many losses as the row")
     used = [variant["against"] for variant in names.values() if variant["against"] is not None]
     used += [trial["variant"] for trial in results.get("trials", ())]
     for name in used:
@@ -93,6 +98,7 @@ def markdown(results: Results) -> str:
     compared = comparison(results)
     tables = {
         "comparison": [comparison_cells(line) for line in records(compared)],
+        "by dataset": by_dataset(results),
         "also differ": also_differ(results),
     }
     for key in searched_keys(results):
@@ -144,6 +150,20 @@ def comparison(results: Results) -> pd.DataFrame:
             line["verdict"] = refused(ended[name])
         lines.append(line)
     return pd.DataFrame(lines)
+
+
+def by_dataset(results: Results) -> list[dict[str, str]]:
+    """Return the rows of the comparison for each validation dataset, if rows have such losses."""
+    rows = rows_of(results)
+    names = [set(row.get("datasets", {})) for row in rows]
+    cells = []
+    for name in rows[0].get("datasets", {}) if rows else ():
+        if name in set.intersection(*names):
+            alone = [{**row, "losses": row["datasets"][name]} for row in rows]
+            for line in records(comparison({**results, "rows": alone})):
+                cells.append({"dataset": name, **comparison_cells({**line, "chosen": ""})})
+                del cells[-1]["settings"]
+    return cells
 
 
 def also_differ(results: Results) -> list[dict[str, str]]:

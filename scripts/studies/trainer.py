@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache, cached_property
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -310,12 +311,19 @@ class StudyTrainer:
 
 def summary(folder: Path) -> dict[str, Any]:
     """Return the results of a run: the final validation loss (nats per token, averaged over the
-    datasets), the number of training tokens, and the validation losses by step. Losses that are not
-    finite are None."""
+    datasets) and the loss of each dataset, the number of training tokens, and the validation losses
+    by step. Losses that are not finite are None."""
     metrics = read_metrics(folder)
-    course = [[line["step"], line["val/loss"]] for line in metrics if "val/loss" in line]
-    tokens = max((line.get("progress/tokens", 0) for line in metrics), default=0)
-    return {"loss": course[-1][1] if course else None, "tokens": tokens, "course": course}
+    validated = [line for line in metrics if "val/loss" in line]
+    last = validated[-1] if validated else {}
+    return {
+        "loss": last.get("val/loss"),
+        "datasets": {
+            key.split("/")[1]: loss for key, loss in last.items() if fnmatch(key, "val/*/loss")
+        },
+        "tokens": max((line.get("progress/tokens", 0) for line in metrics), default=0),
+        "course": [[line["step"], line["val/loss"]] for line in validated],
+    }
 
 
 def message(log: Path) -> str:

@@ -159,10 +159,11 @@ def test_a_record_is_that_of_the_merged_config(study_file, minimal):
 
 def test_the_loss_of_a_run_is_the_last_validation_s(tmp_path):
     course = [[1, 3.0], [2, 2.0], [4, 2.5]]
-    lines = [{"step": step, "val/loss": loss} for step, loss in course]
+    lines = [{"step": s, "val/a/loss": x, "val/a/bpb": 1.0, "val/loss": x} for s, x in course]
     lines += [{"step": 5, "progress/tokens": 50}, {"step": 6}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert summary(tmp_path) == {"loss": 2.5, "tokens": 50, "course": course}
+    expected = {"loss": 2.5, "datasets": {"a": 2.5}, "tokens": 50, "course": course}
+    assert summary(tmp_path) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
@@ -10,7 +11,9 @@ import pandas as pd
 import pytest
 
 from scripts.studies.description import Stage, Study, TunedIn, Variant
+from scripts.studies.records import Record
 from scripts.studies.running import hopeless_grids
+from scripts.studies.running import row as row_of
 from scripts.studies.search import tuned_settings
 from scripts.studies.tables import (
     comparison,
@@ -51,6 +54,31 @@ def test_differences_are_paired_by_seed():
     assert row in markdown(results)
     begun = markdown(results | {"complete": False, "seeds": [1, 2, 3, 4]})
     assert begun == f"unfinished: 3 of 4 seeds\n\n{markdown(results | {'complete': True})}"
+
+
+def test_each_dataset_has_its_own_comparison():
+    records = {
+        name: [
+            Record(f"{name}{seed}", "", [], failed, 0.0, {"loss": 0.5 * (x + y), "datasets": sets})
+            for seed, (x, y, failed) in enumerate(runs)
+            for sets in [{"x": x, "y": y}]
+        ]
+        for name, runs in {
+            "a": [(2.0, 4.0, False), (3.0, 5.0, False), (4.0, 6.0, False)],
+            "b": [(1.9, 4.1, False), (2.8, 5.2, False), (3.7, 6.3, False)],
+        }.items()
+    }
+    results = study([], []) | {"rows": [row_of(*item) for item in records.items()]}
+    table = markdown(results)
+    assert "| x | b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | -0.4484 to +0.0484 | a |" in table
+    assert "| y | b | 5.2000 ± 0.6351 | +0.2000 ± 0.0577 | -0.0484 to +0.4484 | a |" in table
+    failed = replace(records["b"][1], failed=True, figures={})
+    results["rows"][1] = row_of("b", [records["b"][0], failed, records["b"][2]])
+    assert "| x | b | 1 runs failed |" in markdown(results)
+    # A record of an earlier version contains no losses by dataset.
+    earlier = replace(records["b"][1], figures={"loss": 4.0})
+    results["rows"][1] = row_of("b", [records["b"][0], earlier, records["b"][2]])
+    assert "by dataset" not in markdown(results)
 
 
 @pytest.mark.parametrize(
@@ -206,4 +234,7 @@ def test_committed_tables_are_those_of_the_committed_results(path):
         found = [runs[key] for key in row["runs"]]
         expected = [None if run["failed"] else run["figures"]["loss"] for run in found]
         assert row["losses"] == expected
+        for name, losses in row.get("datasets", {}).items():
+            of_runs = [run["figures"].get("datasets", {}).get(name) for run in found]
+            assert losses == of_runs
         assert len(expected) == len(results["seeds"]) or not results["complete"]
