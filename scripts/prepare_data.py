@@ -79,10 +79,19 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
         fingerprint = preparation.fingerprint(identities)
         if holds_preparation(output, fingerprint, overwrite=options.overwrite):
             clean_up(output)
-            print(f"{options.output} already contains this data{_unchecked(preparation)}")
+            remote = any(
+                isinstance(each, HubInput) and each.remote for each in preparation.inputs()
+            )
+            note = (
+                "; hub datasets are not checked for changes: delete the folder to read them again"
+            )
+            print(f"{options.output} already contains this data{note if remote else ''}")
             return
     check_replaceable(output, options.overwrite)
-    say(preparation, warnings)
+    for plan in preparation.sets:
+        print(f"set {plan.name} {plan.listing()}")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     _check_export(preparation.tokenizer)
     from scripts.data.preparation import prepare, prepare_shard
 
@@ -109,13 +118,6 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
         print(how_to_train(options.output, list(manifest.sets)))
 
 
-def _unchecked(preparation: Preparation) -> str:
-    """Return a note if a preparation reads datasets from the hub, which may have changed."""
-    remote = any(isinstance(each, HubInput) and each.remote for each in preparation.inputs())
-    note = "; hub datasets are not checked for changes: delete the folder to read them again"
-    return note if remote else ""
-
-
 def _check_export(tokenizer: Path | None) -> None:
     """Raise DataError if the tokenizer would encode text differently in an exported model.
 
@@ -137,14 +139,6 @@ def _check_export(tokenizer: Path | None) -> None:
         print(
             f"warning: transformers cannot load {tokenizer}: {first_line(error)}", file=sys.stderr
         )
-
-
-def say(preparation: Preparation, warnings: list[str]) -> None:
-    """Print the files to read, the files ignored, and the warnings."""
-    for plan in preparation.sets:
-        print(f"set {plan.name} {plan.listing()}")
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
 
 
 def how_to_train(folder: str, sets: Sequence[str]) -> str:
@@ -170,7 +164,12 @@ def chosen(options: argparse.Namespace) -> Preparation:
     if options.demo:
         kept = {"demo", "output", "overwrite", "workers", "shard"}
         _refuse(options, "with --demo", *(name for name in vars(options) if name not in kept))
-        return _demo()
+        demo = []
+        for name in _DEMO_SETS:
+            file = f"examples/data/{name}.txt.xz"
+            portion = Portion(inputs=find_inputs(str(_ROOT / file)).inputs, source=[file])
+            demo.append(SetPlan(name, [portion], _DEMO_FRACTION))
+        return Preparation(sets=demo, vocabulary=_DEMO_VOCABULARY)
     sets, tokenizer = (_custom if options.corpus is None else _corpus)(options)
     inputs = [each for plan in sets for each in plan.inputs()]
     if all(each.text_key is not None or not each.has_keys for each in inputs):
@@ -211,17 +210,6 @@ def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
     corpus = corpora[options.corpus]
     tokenizer = options.tokenizer or hub_tokenizer(corpus.tokenizer)
     return [corpus.set_plan(options.tokens, options.local)], tokenizer
-
-
-def _demo() -> Preparation:
-    """Return the preparation of the bundled corpus: three sets with 5% held out, and a BPE of 4,096
-    tokens."""
-    sets = []
-    for name in _DEMO_SETS:
-        file = f"examples/data/{name}.txt.xz"
-        portion = Portion(inputs=find_inputs(str(_ROOT / file)).inputs, source=[file])
-        sets.append(SetPlan(name, [portion], _DEMO_FRACTION))
-    return Preparation(sets=sets, vocabulary=_DEMO_VOCABULARY)
 
 
 def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:

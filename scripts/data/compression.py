@@ -47,15 +47,11 @@ def read_lines(path: Path) -> Iterator[bytes]:
         raise DataError(_unreadable(path, error)) from None
 
 
-def compression(path: Path) -> str | None:
-    """Return the compression format detected from a file's first bytes, or None."""
+def _opened(path: Path) -> io.BufferedReader:
     with path.open("rb") as file:
         head = file.read(_HEAD)
-    return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
-
-
-def _opened(path: Path) -> io.BufferedReader:
-    kind, named = compression(path), SUFFIXES.get(path.suffix)
+    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+    named = SUFFIXES.get(path.suffix)
     if named is not None and kind is None:
         empty = path.stat().st_size == 0
         raise DataError(

@@ -102,16 +102,14 @@ def read_texts(
         raise DataError(f"{deb.name} contains no files matching {', '.join(unmatched)}")
     for path in sorted(texts):
         name = PurePosixPath(path).name
-        if not any(fnmatchcase(name, pattern) for pattern in leave_out):
-            yield path, _text(texts[path], path)
-
-
-def _text(content: bytes, path: str) -> str:
-    raw = gzip.decompress(content) if path.endswith(_COMPRESSED) else content
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+        if any(fnmatchcase(name, pattern) for pattern in leave_out):
+            continue
+        raw = gzip.decompress(texts[path]) if path.endswith(_COMPRESSED) else texts[path]
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+        yield path, text
 
 
 class Source(Section):
@@ -181,7 +179,12 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
                 others.append(label)
             texts = read_texts(deb, source.files, source.leave_out)
         else:
-            texts = iter([(source.name, _read_xz(root / source.name))])
+            file = root / source.name
+            try:
+                unpacked = lzma.decompress(file.read_bytes()).decode("utf-8")
+            except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+                raise DataError(f"cannot read {file}: {error}") from None
+            texts = iter([(source.name, unpacked)])
         size = 0
         for path, text in texts:
             for document in documents(text, source.entry):
@@ -213,10 +216,3 @@ def documents(text: str, entry: str | None) -> Iterator[str]:
         document = piece.strip("\n")
         if document.strip():
             yield document + "\n"
-
-
-def _read_xz(path: Path) -> str:
-    try:
-        return lzma.decompress(path.read_bytes()).decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}") from None

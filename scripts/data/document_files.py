@@ -145,7 +145,14 @@ def rows_of(each: Input, key: str | None = None) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(path: Path, key: str | None) -> Iterator[Row]:
-    _check_parquet(path)
+    if is_pointer(path):
+        raise DataError(f"cannot read {path}: it is {UNFETCHED}")
+    with path.open("rb") as opened:
+        head = opened.read(16)
+    if not head.startswith(b"PAR1"):
+        raise DataError(
+            f"cannot read {path}: Parquet files start with PAR1, got {head!r}; download it again"
+        )
     try:
         with ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -156,18 +163,6 @@ def _parquet_rows(path: Path, key: str | None) -> Iterator[Row]:
                 yield from batch.to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {path}: {first_line(error)}") from None
-
-
-def _check_parquet(path: Path) -> None:
-    """Raise DataError if a file does not start with the Parquet magic bytes."""
-    if is_pointer(path):
-        raise DataError(f"cannot read {path}: it is {UNFETCHED}")
-    with path.open("rb") as file:
-        head = file.read(16)
-    if not head.startswith(b"PAR1"):
-        raise DataError(
-            f"cannot read {path}: Parquet files start with PAR1, got {head!r}; download it again"
-        )
 
 
 def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> Iterator[str]:

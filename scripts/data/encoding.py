@@ -78,12 +78,19 @@ class EncodedChunk:
 def encoded(
     documents: Iterable[tuple[Position, str]], encoder: Encoder, threads: int
 ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-    """Yield encoded documents with their positions, preserving their order."""
+    """Yield encoded documents with their positions, preserving their order.
+
+    Roughly the first `DECODED` documents are also decoded, and after that one in `ONE_IN`.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread encodes its chunk on one core
     pending: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
+    done = 0
     with ThreadPoolExecutor(threads) as pool:
         try:
-            for positions, texts, sample in _sampled(_chunked(documents)):
+            for positions, texts in _chunked(documents):
+                step = 1 if done < DECODED else ONE_IN
+                sample = range(-done % step, len(texts), step)
+                done += len(texts)
                 pending.append((positions, pool.submit(encoder.encode, texts, sample)))
                 if len(pending) >= threads * _CHUNKS_PER_THREAD:
                     yield _result(pending)
@@ -98,20 +105,6 @@ def _result(
 ) -> tuple[list[Position], EncodedChunk]:
     positions, future = pending.popleft()
     return positions, future.result()
-
-
-def _sampled(
-    chunks: Iterable[tuple[list[Position], list[str]]],
-) -> Iterator[tuple[list[Position], list[str], range]]:
-    """Yield each chunk with the range of its texts to decode.
-
-    Roughly the first `DECODED` texts are decoded, and after that one in `ONE_IN`.
-    """
-    done = 0
-    for positions, texts in chunks:
-        step = 1 if done < DECODED else ONE_IN
-        yield positions, texts, range(-done % step, len(texts), step)
-        done += len(texts)
 
 
 def _chunked(
@@ -154,9 +147,15 @@ class RoundTrip:
         """Count the decoded documents of a chunk."""
         for text, decoded in chunk.decoded:
             self.decoded += 1
-            if text != decoded:
-                self.lost += 1
-                self.example = self.example or _difference(text, decoded)
+            if text == decoded:
+                continue
+            self.lost += 1
+            if not self.example:  # excerpts from both texts around the first difference
+                start = max(0, len(commonprefix([text, decoded])) - _CONTEXT // 2)
+                before, after = (
+                    repr(each[start : start + 2 * _CONTEXT]) for each in (text, decoded)
+                )
+                self.example = f"{after} for {before}"
 
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
         """Reject a tokenizer that changes text.
@@ -175,10 +174,3 @@ class RoundTrip:
         share, total = self.lost / max(1, self.decoded), counted(self.decoded, "decoded document")
         changed = f"the tokenizer changes the text of {share:.1%} of {total}"
         return f"{changed}, for example {self.example}"
-
-
-def _difference(text: str, decoded: str) -> str:
-    """Return excerpts from both texts around the first difference."""
-    start = max(0, len(commonprefix([text, decoded])) - _CONTEXT // 2)
-    pieces = [repr(each[start : start + 2 * _CONTEXT]) for each in (text, decoded)]
-    return " for ".join(reversed(pieces))

@@ -45,7 +45,15 @@ class HubInput:
 
         Raises DataError if the dataset cannot be opened.
         """
-        pinned = replace(self, revision=_newest(self.name) if self.remote else None)
+        revision = None
+        if self.remote:
+            from huggingface_hub import HfApi
+
+            try:
+                revision = HfApi().dataset_info(self.name).sha
+            except Exception as error:  # exceptions from many libraries, as in `rows`
+                raise DataError(f"cannot read hf:{self.name}: {first_line(error)}") from None
+        pinned = replace(self, revision=revision)
         count = _stream(pinned).num_shards
         return [replace(pinned, file=(number, count)) for number in range(count)]
 
@@ -91,17 +99,6 @@ def _opened(name: str, config: str | None, split: str, revision: str | None) -> 
 
     datasets.logging.set_verbosity(logging.CRITICAL)  # the exceptions contain what it would log
     return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
-
-
-def _newest(name: str) -> str | None:
-    """Return the hash of a hub dataset's latest commit."""
-    from huggingface_hub import HfApi
-
-    try:
-        commit: str | None = HfApi().dataset_info(name).sha
-    except Exception as error:  # exceptions from many libraries, as above
-        raise DataError(f"cannot read hf:{name}: {first_line(error)}") from None
-    return commit
 
 
 def parse_hub_input(source: str) -> HubInput:

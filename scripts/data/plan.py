@@ -94,7 +94,12 @@ class SetPlan:
 
     def with_hub_files(self) -> "SetPlan":
         """Return the plan with each hub dataset split into its files."""
-        portions = [replace(each, inputs=_hub_files(each.inputs)) for each in self.portions]
+        portions = []
+        for portion in self.portions:
+            inputs: list[Input] = []
+            for each in portion.inputs:
+                inputs += each.files() if isinstance(each, HubInput) else [each]
+            portions.append(replace(portion, inputs=inputs))
         return replace(self, portions=portions)
 
     def outputs(self) -> dict[str, list[str]]:
@@ -205,10 +210,6 @@ class Preparation:
         """Return the preparation with each hub dataset split into its files."""
         return replace(self, sets=[plan.with_hub_files() for plan in self.sets])
 
-    def hub_identities(self) -> list[str]:
-        """Return the identities of all hub inputs."""
-        return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
-
     def shard(self, number: int, count: int) -> Shard:
         """Return shard `number` (from 0) of `count`. Cut inputs if there are fewer than `count`."""
         return Shard(number, count, cut=len(self.inputs()) < count)
@@ -241,12 +242,6 @@ class Preparation:
         if not self.tokenizer.is_file():
             raise DataError(f"the tokenizer {self.tokenizer} must be an existing file or folder")
         return [self.tokenizer]
-
-
-def _hub_files(inputs: list[Input]) -> list[Input]:
-    return [
-        file for each in inputs for file in (each.files() if isinstance(each, HubInput) else [each])
-    ]
 
 
 def is_validation(index: int, fraction: Fraction) -> bool:

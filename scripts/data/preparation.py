@@ -23,6 +23,7 @@ from scripts.command import counted
 from scripts.data.document_files import numbered_documents, read_documents
 from scripts.data.encoding import EncodedChunk, Encoder, RoundTrip, encoded
 from scripts.data.folder import AtomicFolder, check_replaceable
+from scripts.data.hub import HubInput
 from scripts.data.plan import (
     TOKENIZER_BYTES,
     WHOLE,
@@ -41,10 +42,10 @@ from scripts.data.shards import (
     TOKENS_FILE,
     ShardEntry,
     Shards,
-    has_shards,
     hashes,
     read_entry,
     shard_key,
+    shard_names,
 )
 from scripts.data.sources import Input, Position
 from scripts.data.text_tokenizer import (
@@ -78,10 +79,11 @@ def prepare(
     given, preparation = preparation, preparation.with_hub_files()
     identities = preparation.identities(cached=dict(zip(given.inputs(), identities, strict=True)))
     shards = None
-    if has_shards(output):
+    if shard_names(output):
         shards = Shards(preparation, output, identities)
         print(f"joining {counted(len(shards.folders), 'shard')} in {shards_folder(output)}")
-    key = " ".join([fingerprint, *preparation.hub_identities()])
+    hub = [each.identity for each in preparation.inputs() if isinstance(each, HubInput)]
+    key = " ".join([fingerprint, *hub])
     check = partial(check_replaceable, output, overwrite)
     with AtomicFolder(output, check, key) as folder:
         pipeline, tokenizer = _begin(preparation, folder, workers, shards=shards)
@@ -368,7 +370,12 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                     progress.tokens += len(tokens)
             for name in plan.outputs_of(portion):
                 progress.read.setdefault(name, []).append([first, first + end])
-            _warn_if_short(portion, progress.tokens)
+            if portion.tokens is not None and progress.tokens < portion.tokens:
+                print(
+                    f"warning: {', '.join(portion.source)}: there are only {progress.tokens:,} of "
+                    f"the requested {portion.tokens:,} tokens",
+                    file=sys.stderr,
+                )
         for plan in plans:
             if plan.fraction:
                 names = (f"{plan.name}.{kind}" for kind in ("train", "validation"))
@@ -431,12 +438,3 @@ def _write_shard(pipeline: Pipeline) -> None:
                     part[1] += len(tokens)
                     progress.tokens += len(tokens)
         file.sync()
-
-
-def _warn_if_short(portion: Portion, tokens: int) -> None:
-    if portion.tokens is not None and tokens < portion.tokens:
-        print(
-            f"warning: {', '.join(portion.source)}: there are only {tokens:,} of the requested "
-            f"{portion.tokens:,} tokens",
-            file=sys.stderr,
-        )

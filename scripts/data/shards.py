@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scripts.data.encoding import EncodedChunk, RoundTrip
 from scripts.data.plan import BLOCK, Preparation, Shard, shards_folder
@@ -93,15 +92,6 @@ class _Part:
     documents: int
     finished: bool  # whether the shard encoded all of its documents from this input
 
-    def records(self, first: int, size: int) -> Any:
-        """Return the records of `size` documents, starting at document `first`."""
-        return read_records(self.folder / RECORDS_FILE, self.document + first, size)
-
-    def tokens(self, first: int, size: int) -> NDArray[np.integer]:
-        """Return `size` tokens, starting at token `first`."""
-        offset = (self.token + first) * np.dtype(self.dtype).itemsize
-        return np.fromfile(self.folder / TOKENS_FILE, self.dtype, size, offset=offset)
-
 
 class Shards:
     """Reads a preparation's shards and yields their documents in input order.
@@ -112,7 +102,7 @@ class Shards:
     """
 
     def __init__(self, preparation: Preparation, output: Path, identities: list[str]) -> None:
-        counts = {int(match[2]) for match in _names(output)}
+        counts = {int(match[2]) for match in shard_names(output)}
         home = shards_folder(output)
         if len(counts) != 1:
             raise InputError(
@@ -167,15 +157,21 @@ class Shards:
             turn, first = block % len(parts), block // len(parts) * BLOCK
             part = parts[turn]
             size = max(0, min(BLOCK, part.documents - first))
-            records = part.records(first, size)
+            records = read_records(part.folder / RECORDS_FILE, part.document + first, size)
             lengths = records["tokens"].astype(np.int64)
             begin = max(0, skip - done)
             if begin < size:
-                before = int(lengths[:begin].sum())
+                token = part.token + read[turn] + int(lengths[:begin].sum())
+                tokens = np.fromfile(
+                    part.folder / TOKENS_FILE,
+                    part.dtype,
+                    int(lengths[begin:].sum()),
+                    offset=token * np.dtype(part.dtype).itemsize,
+                )
                 yield (
                     [Position(number, done + i + 1) for i in range(begin, size)],
                     EncodedChunk(
-                        tokens=part.tokens(read[turn] + before, int(lengths[begin:].sum())),
+                        tokens=tokens,
                         lengths=lengths[begin:].tolist(),
                         bytes=records["bytes"][begin:].tolist(),
                     ),
@@ -213,12 +209,8 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
     return parts
 
 
-def has_shards(output: Path) -> bool:
-    """Return whether a preparation has any shards, finished or not."""
-    return bool(_names(output))
-
-
-def _names(output: Path) -> list[re.Match[str]]:
+def shard_names(output: Path) -> list[re.Match[str]]:
+    """Return the folder names of a preparation's shards, finished or not, as matches of `_NAME`."""
     home = shards_folder(output)
     paths = home.iterdir() if home.is_dir() else ()
     return [match for path in paths if (match := _NAME.match(path.name))]

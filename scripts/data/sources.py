@@ -169,7 +169,11 @@ def _check_links(paths: Iterable[Path]) -> None:
 def _in_folder(folder: Path) -> Listing:
     paths = _visible(folder)
     _check_not_saved(folder, paths)
-    readable = [path for path in paths if _has_documents(path)]
+    readable = [
+        path
+        for path in paths
+        if path.is_file() and NAMES.fullmatch(path.name) and path.name not in DESCRIPTIONS
+    ]
     if not readable:
         found = f", got {_by_suffix(paths)}" if paths else ""
         raise DataError(f"{folder} must contain files with suffix {SUFFIXES}{found}; {REMEDY}")
@@ -217,12 +221,6 @@ def _is_prepared(folder: Path) -> bool:
     except DataError:
         return False
     return True
-
-
-def _has_documents(path: Path) -> bool:
-    return (
-        path.is_file() and NAMES.fullmatch(path.name) is not None and path.name not in DESCRIPTIONS
-    )
 
 
 def _check_not_saved(folder: Path, paths: Sequence[Path]) -> None:
