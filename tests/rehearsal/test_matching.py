@@ -58,6 +58,8 @@ def test_what_one_rank_sends_to_all_the_others_must_expect():
     assert mismatches({0: [one], 1: [other]}) == []
     (sentence,) = mismatches({0: [one], 1: [replace(other, into=(5, 4))]})
     assert "rank 0 sends 2 elements to rank 1, which expects 5" in sentence
+    (sentence,) = mismatches({0: [replace(one, into=(1, 5))], 1: [other]})
+    assert "rank 1 sends 3 elements to rank 0, which expects 5" in sentence
 
 
 def passed(rank: int) -> list[Call]:

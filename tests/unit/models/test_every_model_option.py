@@ -160,6 +160,11 @@ def test_every_option_of_pc_layers_has_an_effect(key: str) -> None:
     assert not are_equal(one, other)
 
 
+def test_of_several_overrides_that_match_the_last_wins() -> None:
+    found = effective(replace(BASE, overrides={"x": OVERRIDE, "y": PCOverride(level=1)}))
+    assert are_equal(found, effective(replace(BASE, level=1)))
+
+
 def test_the_walk_covers_every_option_of_pc_layers() -> None:
     sections = {"": PCConfig, "polynomial.": PolynomialConfig, "overrides.": PCOverride}
     every = {prefix + f.name for prefix, kind in sections.items() for f in fields(kind)}

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from models.layout import Layout
 from parallel.comm import groups as process_groups
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines
+from training import evaluation
 from training.build import build_trainer
 from training.config import group_of, load_config
 from training.config.binding import bind
@@ -19,7 +21,6 @@ from training.config.optimizer_section import GROUPS
 from training.data.batches import as_batch
 from training.data.build_data import build_data
 from training.data.order import Progress
-from training.evaluation import mean_over_sets
 from training.loop import Hooks, Loop
 from training.nonfinite import NonFiniteError
 from training.run import train
@@ -215,6 +216,10 @@ def test_the_first_and_last_stage_may_have_fewer_layers():
     assert [stage.head for (stage,) in four] == [False, False, False, True]
     assert [len(stage.layers) for (stage,) in layers(7, 3, last=1)] == [3, 3, 1]
     assert [len(stage.layers) for (stage,) in layers(5, 2, first=2, last=3)] == [2, 3]
+    interleaved = Layout(pipeline=2, virtual_pipeline=2, first_stage_layers=1, last_stage_layers=3)
+    one, two = (process_groups.chunk_specs(8, interleaved, rank) for rank in range(2))
+    assert [chunk.layers for chunk in one] == [(0,), (3, 4)]
+    assert [chunk.layers for chunk in two] == [(1, 2), (5, 6, 7)]
 
 
 def test_a_run_that_learns_nothing_is_warned_of(folder, world, capsys):
@@ -292,5 +297,12 @@ LOSSES = {"web": 4.0, "books": 5.0}
     ],
     ids=["all named", "one named", "one of weight 0", "none named"],
 )
-def test_the_mean_over_sets_is_weighted_as_training_is(mixture, mean):
-    assert mean_over_sets(LOSSES, mixture) == pytest.approx(mean, abs=1e-12)
+def test_the_mean_over_sets_is_weighted_as_training_is(mixture, mean, monkeypatch):
+    """Bits per byte have a mean only if they are known for every set."""
+    monkeypatch.setattr(evaluation, "mean_loss", lambda model, groups, each, **_: LOSSES[each.name])
+    for bits in ({4.0: 2.0, 5.0: 2.5}, {4.0: 2.0}):  # by loss
+        sets = [SimpleNamespace(name=name, bits_per_byte=bits.get) for name in LOSSES]
+        options = {"micro_batch": 1, "stop": lambda: False, "mixture": mixture}
+        found = evaluation.evaluate(None, None, sets, **options)
+        assert found["val/loss"] == pytest.approx(mean) and found["val/web/bpb"] == 2.0
+        assert found.get("val/bpb") == (pytest.approx(mean / 2) if len(bits) == 2 else None)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from training.data import document_index
+from training.data import document_index, token_set
 from training.data.document_index import Borders, DocumentIndex
 from training.data.mock_tokens import MockTokens
 from training.data.order import TrainingData
@@ -97,7 +97,7 @@ def test_documents_are_counted_and_found_anywhere(lengths: list[list[int]], step
         assert found == [start for start in starts if start >= first]
 
 
-def test_the_attended_length_is_that_of_equal_documents(tmp_path) -> None:
+def test_the_attended_length_is_that_of_equal_documents(tmp_path, monkeypatch) -> None:
     documents = SETS["longer than a window"]
     tokens = TokenSet("set", write(tmp_path / "set", documents), LENGTH)
     pairs = 0
@@ -112,6 +112,8 @@ def test_the_attended_length_is_that_of_equal_documents(tmp_path) -> None:
     assert mixed.attended_length() == pytest.approx(0.75 * 4 + 0.25 * 8, rel=1e-5)
     crossed = TrainingData(sets, sequence_length=LENGTH, seed=1)
     assert crossed.attended_length() == LENGTH
+    monkeypatch.setattr(token_set, "SPREAD_WINDOWS", 2)
+    assert TokenSet("equal", tmp_path / "equal", LENGTH).attended_length == 4
 
 
 def test_a_mixture_gives_the_documents_of_each_set(tmp_path) -> None:
