@@ -637,7 +637,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         Skipped steps are counted. All ranks that share parameters return the same value. Raises
         FloatingPointError on a nonfinite gradient with `nonfinite="raise"`, and ValueError if a
-        parameter was replaced or ranks have gradients for different parameters.
+        parameter was replaced, ranks have gradients for different parameters or, in the first step,
+        replicas have different gradients.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
@@ -659,6 +660,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             waits = raises or present != self._present or is_known(same)
             if waits and not same:
                 raise ValueError("all ranks must have gradients for the same parameters")
+            if present != self._present and grads and not snapshot.sharded and finite:
+                self._check_replicas([p for p in parameters if p.grad is not None], grads)
             self._present = present
         if raises:
             if not finite:
@@ -671,14 +674,31 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.skipped_steps.add_(~finite)
         return finite
 
+    def _check_replicas(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Raise ValueError if the norms of gradients differ between the replicas."""
+        assert self._ranks is not None
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        differing = [*compress(parameters, self._ranks.differ(norms))]
+        if differing:
+            raise ValueError(
+                f"the gradient of {self._named(differing)} differs between the ranks in replicas; "
+                "average gradients over these ranks before the step, as DDP does"
+            )
+
+    def _named(self, parameters: Iterable[Tensor]) -> str:
+        """List parameters by name, or by shape if they have no name."""
+        return _listed(
+            [self._names.get(p) or f"a parameter of shape {tuple(p.shape)}" for p in parameters]
+        )
+
     def _nonfinite(self, parameters: Sequence[Tensor]) -> str:
         """Describe the nonfinite gradients on this rank."""
-        named = [
-            self._names.get(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+        found = [
+            parameter
             for parameter in parameters
             if parameter.grad is not None and not are_finite([local_of(parameter.grad)])
         ]
-        return f"the gradient of {_listed(named)}" if named else "a gradient on another rank"
+        return f"the gradient of {self._named(found)}" if found else "a gradient on another rank"
 
 
 def _warn(message: str) -> None:

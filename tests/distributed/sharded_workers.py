@@ -303,6 +303,9 @@ def refusals() -> list[str]:
     if dist.get_rank() == 1:
         grad.view(-1)[0] = torch.nan
     said.append(error_of(optimizer.step))
+    alone = build("one")  # without DDP, nothing averages the gradients
+    replicas = optimizer_of(alone, "muon", replicas=dist.group.WORLD)
+    said.append(error_of(partial(train, alone, replicas, "ddp", 0, 1)))
     return said
 
 

@@ -122,12 +122,13 @@ def test_a_gradient_may_have_any_placement(on_two) -> None:
 def test_wrong_use_is_one_clear_error(on_two) -> None:
     owners = ("a gradient on another rank", "the gradient of blocks.0.down.weight")
     for owner, said in zip(owners, on_two["refusals"], strict=True):
-        meshes, placement, vector, *gradients, nonfinite = said
+        meshes, placement, vector, *gradients, nonfinite, unreduced = said
         assert "must all be on the same device mesh" in meshes
         assert "must be sharded or replicated, got P" in placement
         assert "at least 2 dimensions, got shape (4,)" in vector
         assert gradients == 4 * ["all ranks must have gradients for the same parameters"]
         assert nonfinite == f"{owner} is not finite; no parameter was updated"
+        assert "more differs between the ranks in replicas; average gradients" in unreduced
 
 
 def test_a_process_group_may_be_destroyed_and_made_again(tmp_path: Path) -> None:
