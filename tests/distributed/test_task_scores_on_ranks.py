@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.launch import run_on_ranks
-from tests.slow_cases import slow_but
 from tests.token_files import write_token_set
 
 KEYS: dict[str, Any] = {"model__vocab_size": 119, "model__layers": 4, "train__global_batch": 4}
@@ -35,24 +34,19 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-def scores(folder: str, ranks: int, layout: dict[str, int], keys: dict[str, Any]) -> Any:
-    """Return the log-likelihoods and the metrics of two random tasks, on every rank."""
-    case = (layout, "adamw", KEYS | keys)
-    arguments = {"folder": folder, "case": case, "requests": drawn()}
+def scores(folder: str, ranks: int, layouts: Any) -> Any:
+    """Return the log-likelihoods and the metrics of two random tasks, on every rank and for every
+    layout."""
+    cases = [(layout, "adamw", KEYS | keys) for layout, keys in layouts]
+    arguments = {"folder": folder, "cases": cases, "requests": drawn()}
     return run_on_ranks(ranks, "tests.distributed.workers", "task_scores", arguments)
 
 
-@pytest.fixture(scope="module")
-def alone(folder) -> Any:
-    """Results in one process."""
-    return scores(folder, 1, {}, {})[0]
-
-
-@pytest.mark.parametrize("name", slow_but(("interleaved pipeline 2", "context 2"), LAYOUTS))
-def test_layouts_score_as_one_process(name, folder, alone):
-    layout, keys = LAYOUTS[name]
-    likelihoods, metrics = alone
+def test_layouts_score_as_one_process(folder):
+    (((likelihoods, metrics),),) = scores(folder, 1, [({}, {})])
     assert len({round(value, 3) for value in likelihoods}) == len(drawn()) and len(metrics) == 6
-    for ours, theirs in scores(folder, 2, layout, keys):
-        assert ours == pytest.approx(likelihoods, rel=1e-5)  # float32 sums in another order
-        assert theirs == metrics
+    for rank in scores(folder, 2, LAYOUTS.values()):
+        for name, (ours, theirs) in zip(LAYOUTS, rank, strict=True):
+            # float32 sums in another order
+            assert ours == pytest.approx(likelihoods, rel=1e-5), name
+            assert theirs == metrics, name

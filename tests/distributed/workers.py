@@ -157,20 +157,21 @@ def changed_copies(model: ParallelModel) -> tuple[set[str], set[str]]:
 
 
 def task_scores(
-    folder: str, case: Case, requests: list[dict[str, Any]]
-) -> tuple[list[float], dict[str, float]]:
-    """Return the log-likelihood of each request, and the metrics of two random tasks."""
-    groups = start(case[0])
-    trainer = built(folder, groups, case)
-    vocab = trainer.config.model.vocab_size
-    likelihoods = log_likelihoods(
-        trainer.model, groups, [Request(**each) for each in requests], vocab_size=vocab,
-        most_tokens=64,
-    )  # fmt: skip
-    trainer.tasks = [made_task(name, window=32, vocab_size=vocab) for name in ("a", "b")]
-    metrics = Loop(trainer).score()
-    process_groups.shutdown()
-    return likelihoods, metrics
+    folder: str, cases: list[Case], requests: list[dict[str, Any]]
+) -> list[tuple[list[float], dict[str, float]]]:
+    """For each case, return the log-likelihood of each request, and the metrics of two random
+    tasks."""
+    found, asked = [], [Request(**each) for each in requests]
+    for case in cases:
+        groups = start(case[0])
+        trainer = built(folder, groups, case)
+        vocab = trainer.config.model.vocab_size
+        options = {"vocab_size": vocab, "most_tokens": 64}
+        likelihoods = log_likelihoods(trainer.model, groups, asked, **options)
+        trainer.tasks = [made_task(name, window=32, vocab_size=vocab) for name in ("a", "b")]
+        found.append((likelihoods, Loop(trainer).score()))
+        process_groups.shutdown()
+    return found
 
 
 def checked_kept(trainer: Trainer) -> int:
