@@ -192,7 +192,12 @@ def test_broken_checkpoints_are_left_out_by_name(copied, tmp_path, capsys, refus
 
 def test_an_average_is_not_averaged_as_a_checkpoint(copied, tmp_path: Path, capsys) -> None:
     run = copied("sphere")
+    origin = {"path": "runs/before", "step": 7, "sha256": ""}
+    reseal(step_folder(run, 3), lambda meta: meta.update(initialized_from=origin))
     assert main([str(run), str(tmp_path / "mean")]) == 0
+    mean, last = (read_checkpoint(path).meta for path in (tmp_path / "mean", step_folder(run, 3)))
+    for key in ("step", "identity", "progress", "initialized_from"):
+        assert mean[key] == last[key]
     shutil.rmtree(step_folder(run, 3))
     shutil.copytree(tmp_path / "mean", step_folder(run, 3))
     assert main([str(run), str(tmp_path / "again")]) == 2

@@ -218,6 +218,11 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal
     # The whole distribution at the temperature, of which transformers by default uses 50 tokens.
     model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer("A matrix", return_tensors="pt")["input_ids"]
+    first = int(model(ids).logits[0, -1].argmax())
+    (out / "config.json").write_text(json.dumps(settings | {"eos_token_id": [0, first]}))
+    assert generate([str(out), "A matrix"]) == 0
+    assert capsys.readouterr().out == "A matrix\n"  # without the second end token
+    (out / "config.json").write_text(json.dumps(settings))
     torch.manual_seed(1)
     for _ in range(8):
         probabilities = (model(ids).logits[:, -1].detach() / 5).softmax(-1)

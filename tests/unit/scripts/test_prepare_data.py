@@ -208,7 +208,12 @@ def test_a_tokenizer_is_trained_on_an_equal_share_of_every_set(tmp_path, monkeyp
     ("special", "configs", "options", "expected"),
     [
         (0, {}, [], 0),
-        (2, {"tokenizer_config.json": {"eos_token": "<s1>"}}, [], SIZE + 1),
+        (
+            2,
+            {"tokenizer_config.json": {"eos_token": "<s1>"}, "config.json": {"eos_token_id": SIZE}},
+            [],
+            SIZE + 1,
+        ),
         (2, {"tokenizer_config.json": {"eos_token": {"content": "<s0>"}}}, [], SIZE),
         (2, {"tokenizer_config.json": {}, "config.json": {"eos_token_id": SIZE + 1}}, [], SIZE + 1),
         (2, {"generation_config.json": {"eos_token_id": [1, 2]}}, ["--eod", "<s0>"], SIZE),

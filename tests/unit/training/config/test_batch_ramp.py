@@ -31,6 +31,7 @@ from training.config.schedule import (
 )
 from training.data.order import TrainingData
 from training.dry_run import batch_seconds, gpu_hours, plan_run
+from training.report.log_lines import read_metrics
 from training.run import check_start, train
 
 LENGTH = 32
@@ -141,6 +142,10 @@ def test_a_rewind_returns_to_the_batch_of_its_step(config_folder, world, monkeyp
     assert progress["left_out"] == [[6, 14]] and progress["sample"] == 62 + 8
     assert progress["tokens"] == sum(BATCHES) * LENGTH
     tokens = {step: sum(BATCHES[:step]) * LENGTH for step in (2, 4, 5, 6, 8, 10, 12)}
+    for line in read_metrics(Path(config_folder) / "rewound"):
+        left = sum(BATCHES) * LENGTH - line["progress/tokens"]
+        if "progress/eta_s" in line:
+            assert line["progress/eta_s"] == pytest.approx(left / line["perf/tokens_per_sec"])
     lines = metrics_of(Path(config_folder) / "rewound")
     assert {line["step"]: line["progress/tokens"] for line in lines} == tokens
     # Warm-up takes 512 tokens; wsd decays to a tenth over the last 1,024 of 1,984.

@@ -90,6 +90,8 @@ def test_windows_of_another_length_begin_after_as_many_tokens(prefixes) -> None:
         order, found = ([w for chosen, w in each if chosen == i] for each in (alone, following))
         begun = read[token_set.name].tokens // 16
         assert found == order[begun:][: len(found)], token_set.name
+    for use in after.describe(after.read(200)):
+        assert use.epochs == pytest.approx(use.tokens / 16 / use.windows)
 
 
 def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(start, tmp_path) -> None:

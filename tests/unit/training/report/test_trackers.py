@@ -12,6 +12,7 @@ from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from training.checkpoint.checkpoints import read_checkpoint
 from training.config import Config
+from training.report.trackers import TensorBoardTracker
 from training.run import train
 
 
@@ -139,3 +140,8 @@ def test_event_files_hold_what_was_reported(config, world, tmp_path):
     assert "monitor_stable_rank/gate" in tags
     assert len(tags) == len(set().union(*written) - {"step"})
     assert max(Counter(tag.partition("/")[0] for tag in tags).values()) < 30
+    tracker = TensorBoardTracker(config("tensorboard"), 4)
+    tracker.log({"sample/walk/text": "words", "val/loss": None}, step=5)
+    tracker.close()
+    (text,) = events.Reload().Tensors("sample/walk/text/text_summary")
+    assert text.step == 5 and text.tensor_proto.string_val == [b"words"]
