@@ -314,7 +314,8 @@ class Watch(TorchDispatchMode):
         self._derive_facts(name, operands, results, bool(tracked), random)
         if name in PRODUCTS or name in COPIES:
             self._watch_vectors(name, operands, results)
-        if not (weights or tracked or (name == "sum" and self.facts(operands[0]).factors)):
+        summed = name in ("sum", "mean", *COPIES) and bool(self.facts(operands[0]).factors)
+        if not (weights or tracked or summed):
             return
         if in_place := bool(re.search("[^_]_$", name)):
             name = name[:-1]
@@ -391,8 +392,9 @@ class Watch(TorchDispatchMode):
         if name in PRODUCTS or name == "convolution":
             layer = any(self.facts(t).is_parameter for t in operands if t.ndim > 1)
             for use in [] if layer else scaled:
-                use.hidden = use.hidden or "a product with activations"
-        if not (name.rstrip("_") in COPIES or MOVES.fullmatch(name)):
+                use.hidden = use.hidden or "a weight computed from activations or several weights"
+        kept = COPIES if active else (*COPIES, *ADDITIONS)
+        if not (name.rstrip("_") in kept or MOVES.fullmatch(name)):
             scaled = frozenset()  # a decay, for example, is no weight
         replaced = name[-1] == "_" != name[-2] and (name[:-1] not in COPIES or len(operands) > 1)
         bends = (
@@ -432,17 +434,13 @@ class Watch(TorchDispatchMode):
         assert isinstance(use, Use)
         return use
 
-    def _hide(self, operands: Iterable[Tensor], operation: str) -> None:
-        """Mark the weights of operands, and the tables that they multiply, as hidden."""
+    def _hide(self, operands: Iterable[Tensor], operation: str, uses: Iterable[Use] = ()) -> None:
+        """Mark the weights of operands and uses, and the tables that they multiply, as hidden."""
         for t in operands:
             own = {self._use(t)} if t in self.weights else set[Use]()
-            self._hide_uses(self.numbers.beneath(self.columns.read(t)) or own, operation)
-
-    def _hide_uses(self, uses: Iterable[Use], operation: str) -> None:
-        """Mark the weights of uses, and the tables that they multiply, as hidden."""
-        for use in uses:
-            for each in (use, *use.tables):
-                each.hidden = each.hidden or operation
+            uses = {*uses, *(self.numbers.beneath(self.columns.read(t)) or own)}
+        for each in chain(uses, *(use.tables for use in uses)):
+            each.hidden = each.hidden or operation
 
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
@@ -489,14 +487,15 @@ class Watch(TorchDispatchMode):
 
     def _copy_weight(self, sides: Sequence[Side], whole: Sequence[Side], out: Tensor) -> None:
         """Follow an elementwise operation on a weight: the result is a weight, too."""
-        weight = next((side.tensor for side in whole if side.tensor in self.weights), None)
-        if weight is None:
-            return
+        weights = [s.tensor for s in sides if s.tensor in self.weights]
+        several = {self._use(t) for t in weights if sum(n > 1 for n in t.shape) > 1}
+        self.facts(out).scaled |= several if len(several) > 1 else set()
         chosen = any(s.facts.is_active and s.tensor.dtype != torch.bool for s in whole)
-        self.facts(out).is_active &= chosen
         alone = sum(side.tensor.numel() > 1 for side in sides) == 1
-        if not chosen or (alone and len(self._use(weight).shape) > 2):
-            self.weights.copy(out, weight)
+        for weight in [t for t in weights if t.shape == out.shape][:1]:
+            self.facts(out).is_active &= chosen
+            if not chosen or (alone and len(self._use(weight).shape) > 2):
+                self.weights.copy(out, weight)
 
     def _multiply_weights(self, name: str, sides: Sequence[Side], result: Facts) -> None:
         """Follow products of parameters. Mark the factors of a computed weight as hidden."""
@@ -621,7 +620,7 @@ class Watch(TorchDispatchMode):
         given = lists[0] if lists else [o for o in options if type(o) is int][:1]
         axes = {axis % source.ndim for axis in given}
         columns = self.columns.read(source)
-        if (name == "sum" and self._contract(source, axes, out)) or columns is None:
+        if (name in ("sum", "mean") and self._contract(source, axes, out)) or columns is None:
             return
         branches = bool(axes) and all(self.numbers.adds_matrices(columns, axis) for axis in axes)
         sums = name == "sum" or (name == "mean" and branches)
@@ -662,8 +661,8 @@ class Watch(TorchDispatchMode):
                 continue
             unclear = shared != axes or len(kept) > 1 or not source.is_contiguous()
             if unclear or other.tensor in self.weights or not {*other.moving} <= axes:
-                self._hide([side.tensor, other.tensor], "a sum of products")
-                self._hide_uses(self.numbers.beneath(other.columns), "a sum of products")
+                beneath = self.numbers.beneath(other.columns)
+                self._hide([side.tensor, other.tensor], "a sum of products", beneath)
                 continue
             missing, (axis,) = source.ndim - side.tensor.ndim, kept
             summed = [a - missing for a in axes]

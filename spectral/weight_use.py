@@ -117,6 +117,8 @@ class Use:
         """
         if not self.used:
             raise ValueError("the forward pass did not use it")
+        if self.sets.keys() >= {CHOICE, LAYER}:
+            raise ValueError("an operation chooses among outputs that a layer uses")
         if CHOICE in self.sets:
             return Seen(None, "an operation chooses among its columns")
         if self.looked_up:
@@ -278,8 +280,6 @@ def _division(
     parts = shape[0] if stacked and 0 in outputs else groups
     each, size, rows = shape[0] // parts, shape[axis], []
     for columns in sets:
-        if parts == 1 and len(columns) == size:
-            continue  # the set of all outputs does not divide the weight
         places = _places(torch.tensor(columns), shape, strides)
         part = places[0] // each if parts > 1 else 0
         rows.append({*(places[axis] + size * part).tolist()})
@@ -313,8 +313,6 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
     Raises ValueError if no stride gives equal row counts in all `parts`.
     """
     size = len(labels) // parts
-    if parts == 1 and not any(finest):
-        return 1, ()
     for stride in (n for n in range(1, size + 1) if size % n == 0):
         runs, rows = [], set()
         for start in (p * size + j for p in range(parts) for j in range(stride)):

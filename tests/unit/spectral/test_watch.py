@@ -551,10 +551,11 @@ def a_mean_of_layers(m: Any, x: Tensor) -> Any:
     return m.out(torch.stack([m.a(x), m.b(x)], -1).mean(-1))
 
 
-@case("weight 6x12 =, other 6x8 T/8, out 8 4 -")
+@case("weight 6x12 =, other 6x8 T/8, third 8x8 =, out 8 4 -")
 def matmuls_written_as_sums_of_products(m: Any, x: Tensor) -> Any:
-    y = (x[..., None, :] * m.weight).sum(-1)
-    return m.out((y[..., None] * m.other).sum(-2, keepdim=True)[..., 0, :])
+    y = (2 * (x[..., None, :] * m.weight)).sum(-1)
+    y = (y[..., None] * m.other).sum(-2, keepdim=True)[..., 0, :]
+    return m.out((y[..., None, :] * m.third).mean(-1))
 
 
 @case("mix 9x9 =, out 12 4 -", (x, torch.ones(9, 9).tril().bool()))
@@ -1273,6 +1274,7 @@ def a_weight_of_two_factors(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, 2 * (m.a @ m.b)))
 
 
+COMPUTED_WEIGHT = "a weight computed from activations or several weights hides"
 KRONECKER = (
     "a: a product with activations.*\nb: a product with a weight .*\nc: a product with a weight"
 )
@@ -1281,6 +1283,19 @@ KRONECKER = (
 @refused(KRONECKER, "out 12 4, a 3x3, b 4x2, c 2x4")
 def a_kronecker_product_of_factors(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, torch.kron(m.a, m.b @ m.c)))
+
+
+SEVERAL = f"a: {COMPUTED_WEIGHT}.*\nb: {COMPUTED_WEIGHT}"
+
+
+@refused(SEVERAL, "out 6 4, a 6x12, b 6x12")
+def a_weight_that_is_a_sum_of_weights(m: Any, x: Tensor) -> Any:
+    return m.out(F.linear(x, m.a + m.b))
+
+
+@refused(SEVERAL, "out 8 4, a 2x4x3, b 2x2x4")
+def a_weight_that_is_a_sum_of_kronecker_products(m: Any, x: Tensor) -> Any:
+    return m.out(F.linear(x, torch.kron(m.a[0], m.b[0]) + torch.kron(m.a[1], m.b[1])))
 
 
 LORA = "a: a sum with a weight hides the use of the weight's outputs\nb: a sum with a weight"
@@ -1292,12 +1307,18 @@ def a_weight_of_two(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, m.frozen + 2 * (m.b @ m.a)))
 
 
+@refused("code.weight: an operation chooses among outputs that a layer uses", "code 12 8, out 8 4")
+def a_sparse_code_of_the_largest_outputs(m: Any, x: Tensor) -> Any:
+    values, chosen = (y := m.code(x).relu()).topk(3)
+    return m.out(torch.zeros_like(y).scatter(-1, chosen, values))
+
+
 @refused("expert.weight: no token of the forward pass used it", "expert 12 8, out 12 8")
 def an_expert_without_tokens(m: Any, x: Tensor) -> Any:
     return m.out(x).index_add(0, torch.tensor([]).long(), m.expert(x[x[:, 0, 0] > 9]))
 
 
-@refused("weight: a product with activations hides", "style 12 6, weight 4x6, out 4 3")
+@refused(f"weight: {COMPUTED_WEIGHT}", "style 12 6, weight 4x6, out 4 3")
 def a_weight_whose_inputs_activations_scale(m: Any, x: Tensor) -> Any:
     weights = m.weight * m.style(x[:, 0])[:, None]
     return m.out(x[..., :6] @ (weights * weights.square().sum(-1, keepdim=True).rsqrt()).mT)
