@@ -39,7 +39,7 @@ NORMS = re.compile(r"Norm(Gated|Act)?(\dd)?$")
 GAINS = re.compile(r"(?i)(^|_)(bias|biases|gain|scale|log|gamma|beta|table)(_|$)|^D$")
 EMBEDDINGS = re.compile(r"(^|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)(_|$)")
 TABLES = re.compile(
-    r"(?i)(^|_)(pos|position|positional|rel|relative|emb|embed|embeds|embeddings?|tokens?|cls|mask"
+    r"(?i)(^|_)(pos|position|positional|relative|emb|embed|embeds|embeddings?|tokens?|cls|mask"
     r"|latents?|prompts?|codebook|memory|slots?|prototypes?|anchors?)(_|$)"
 )
 """Words in the names of bare parameters that indicate tables of vectors."""
@@ -216,13 +216,13 @@ class KnownWeights:
                 )
             elif part or is_fused(name):
                 problem = problem or f": its name is {name}"
-            elif _is_attention(around) and not ATTENTION.search(name):
+            elif not ATTENTION.search(name) and _is_attention(around):
                 problem = ": its attention module also projects heads"
         if problem:
             raise Unclear(f" looks like several matrices in one{problem}")
-        if not weight.is_layer:
-            why = "its outputs may be rows or columns"
-            raise Unclear(f" is not a layer's weight, so {why}")
+        multiplies = not linear and not PRODUCTS.isdisjoint(words := self.words.of(module))
+        if not weight.is_layer or (multiplies and "linear" not in words):
+            raise Unclear(" is not a linear layer's weight, so its outputs may be rows or columns")
         return (outputs,), "one matrix"
 
     def _names(self, weight: Weight) -> Iterator[tuple[str, nn.Module]]:
@@ -347,7 +347,8 @@ class KnownWeights:
         parted = self._cuts(weight) or not (PARTS | AXES | SHAPES).isdisjoint(
             self.words.after(weight.around, weight.own_name)
         )
-        alike = not (cut or used or parted) and outputs == self.layers.layers[-1].outputs
+        last = self.layers.layers[-1]
+        alike = last in later and outputs == last.outputs and not (cut or used or parted)
         ends = (self.blocks and not cut and others) or not (later or used) or alike
         return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
@@ -496,8 +497,8 @@ def _divider(module: nn.Module, words: set[str]) -> str:
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
     """Return a projection's rows per head; None if there are no heads, 0 if they are unclear."""
-    size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
-    keys = _first(around, KEY_COUNTS) or heads
+    attributes = HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS, KEY_COUNTS
+    size, values, heads, stated = (_first(around, names) for names in attributes)
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
     if not (size or own or heads):
         return None
@@ -505,10 +506,8 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
         return own
     if part in ("qkv", "kv") and values not in (0, size):
         return 0
-    stated = _first(around, KEY_COUNTS)
-    children = around.named_children()
-    layers = [(projection_of(name), Layer.of(module)) for name, module in children]
-    count = ("q" in part) * heads + len(part.strip("q")) * keys
+    layers = [(projection_of(name), Layer.of(child)) for name, child in around.named_children()]
+    count = ("q" in part) * heads + len(part.strip("q")) * (stated or heads)
     if size and heads:  # size and count must agree; queries may have several vectors per head
         queries = [x.outputs for p, x in layers if p == "q" and x] + [outputs] * (part == "q")
         fewer = not stated and part != "q"  # maybe one key for all heads
@@ -589,5 +588,4 @@ def _is_table(weight: Weight) -> bool:
     if weight.is_layer:
         named = EMBEDDINGS.search(weight.own_name) is not None
         return named and re.search("(?i)emb|lookup", kind_of(weight.module)) is not None
-    alone = weight.parameter.ndim == 3 and weight.parameter.shape[0] == 1
-    return (alone and "weight" not in weight.own) or TABLES.search(weight.own) is not None
+    return TABLES.search(weight.own) is not None

@@ -7,7 +7,7 @@ on an example (`watch.py`) or, without an example, by names, classes and attribu
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,10 +86,6 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         """Return a copy of a group."""
         chosen = self.groups[index]
         return [dict(g) for g in chosen] if isinstance(chosen, list) else dict(chosen)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over copies of the groups, looking up the current parameters once."""
-        return iter(self[:])
 
     def __len__(self) -> int:
         """Return the number of groups."""

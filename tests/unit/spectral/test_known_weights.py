@@ -287,7 +287,6 @@ ELEMENTWISE: dict[str, tuple[nn.Module, str]] = {
     "attention biases": (module("attention_biases 4x49"), "attention_biases"),
     "latents": (module("latents 6x8"), "latents"),
     "queries": (module("query_tokens 1x6x8"), "query_tokens"),
-    "tokens of an unknown name": (module("thing 1x6x8"), "thing"),
     "prompts": (module(p=module("prompt_embeddings 6x8")), "p.prompt_embeddings"),
     "a magnitude": (weight_norm(nn.Linear(5, 5)), "weight_g"),
     "head": (trunk(unembed=linear(8, 9)), "unembed"),
@@ -408,6 +407,7 @@ UNCLEAR = "weight could be an output head or a single matrix:"
 PROJECTION = "mixed.weight looks like .*attention module also projects heads"
 SPLITS = "stem.weight looks like .*Parts splits channels"
 ADAPTER = module("lora_a 8 2, lora_b 2 24")
+GRAPH = module("Graph: weight 8x8", lambda m, x, edges: edges @ (x @ m.weight))
 UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "gate in a module of its own": (
         module(net=nn.Sequential(module("proj 8 24"), nn.Dropout(), linear(12, 8))),
@@ -516,6 +516,12 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "a bare weight": (module("real_weight 4x6"), "may be rows or columns"),
     "a stack of one": (module("fc_weights 1x4x6"), "whose matrix axes are unknown"),
+    "tokens or a stack of one": (module("thing 1x6x8"), "whose matrix axes are unknown"),
+    "a stack of relations": (module("rel 4x8x8"), "whose matrix axes are unknown"),
+    "a product with a weight": (
+        module(first=GRAPH, second=copy.deepcopy(GRAPH)),
+        r"(?s)first.weight .*may be rows.*second.weight .*may be rows",
+    ),
     # What the forward pass does with the outputs
     "projections of two towers": (
         module(
@@ -627,7 +633,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "a layer whose transpose is a later layer": (
         module(
             "Tied: up 8 6, down 6 4",
-            lambda m, x: F.linear(m.down(m.up(x)), m.down.weight.t()) @ m.up.weight,
+            lambda m, x: F.linear(m.down(m.up(x)), m.down.weight.t()),
         ),
         "down.weight could be an output head .*: Tied also uses its weight directly",
     ),
@@ -637,6 +643,10 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             lambda m, x: m.end(torch.cat([m.side(y := m.first(x)), m.other(y)], -1)),
         ),
         "side.weight looks like .*no layer uses its 5 outputs",
+    ),
+    "outputs of the layer that a model names last": (
+        module("end 13 3, last 8 5", lambda m, x: m.end(torch.cat([m.last(x), x], -1))),
+        "last.weight looks like .*no layer uses its 5 outputs",
     ),
     "a mix of heads": (
         module("Attend:", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
