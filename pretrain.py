@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--gpus",
         type=positive,
         metavar="N",
-        help="number of GPUs to plan for (default: the config's plan.gpus) or to simulate",
+        help="number of GPUs to simulate, or to plan for (default: the config's plan.gpus)",
     )
     parser.add_argument(
         "--device",

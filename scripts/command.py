@@ -42,7 +42,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def warn_replaced(overrides: Sequence[str]) -> None:
-    """Warn about overrides that are superseded by later ones, as pretrain.py does."""
+    """Warn about overrides that later overrides replace, as pretrain.py does."""
     from training.config.yaml_files import replaced  # deferred: slow import
 
     for text in replaced(overrides):

@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=Path("runs/reproduce"),
         help="output folder (default: runs/reproduce)",
     )
-    parser.add_argument("--seed", type=int, help="random seed (default: the published one)")
+    parser.add_argument("--seed", type=int, help="random seed (default: the published seed)")
     parser.add_argument(
         "--small",
         action="store_true",

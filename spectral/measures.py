@@ -154,10 +154,10 @@ def noise_of(products: Tensor) -> Noise:
     """Estimate signal and noise of M gradients from their inner products `[..., M, M]`.
 
     Let m be the mean of the gradients. noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma), and
-    |m|^2 - noise / M estimates |mu|^2; both are unbiased. signal is the latter, clipped at 0. The
-    top share is computed from the centred Gram matrix. The signal-to-noise ratio is proportional to
-    the micro-batch size, and the top share is at least 1 / (M - 1), so report the micro-batch size
-    and M along with these estimates. A ratio of 0 / 0 is set to 0.
+    |m|^2 - noise / M estimates |mu|^2; both are unbiased. signal is the estimate of |mu|^2, clipped
+    at 0. The top share is computed from the centred Gram matrix. The signal-to-noise ratio is
+    proportional to the micro-batch size, and the top share is at least 1 / (M - 1), so report the
+    micro-batch size and M along with these estimates. A ratio of 0 / 0 is set to 0.
 
     Source: "Learning in Transformers under Spectral Constraints", appendix B. The estimators are
     not from the paper. Raises ValueError for fewer than two gradients.

@@ -39,7 +39,7 @@ class Weight(NamedTuple):
 
     @property
     def own_name(self) -> str:
-        """The name that indicates the weight's use: its layer's, or its own if it has no layer."""
+        """The name that indicates the weight's use: the layer's name, if any, or the weight's."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property

@@ -272,8 +272,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 replaced = now is not None and now.grad is not None and old not in present
                 if replaced and old.grad is None and now not in self._kinds:
                     raise ValueError(
-                        f"{name} was replaced after the optimizer was created, as fully_shard and "
-                        "load_state_dict(assign=True) do; create the optimizer afterwards"
+                        f"{name} was replaced after the optimizer was created, for example by "
+                        "fully_shard or load_state_dict(assign=True); create the optimizer after "
+                        "this call"
                     )
 
     def _rename(self) -> None:

@@ -266,7 +266,10 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
     index = {name: i for i, name in enumerate(listed_in(groups, "param_names"))}
     for i, name in enumerate(listed_in(saved_groups, "param_names")):
         if index.get(name, i) != i:
-            yield f"parameter {i} of the state is {name}, which is parameter {index[name]} here"
+            yield (
+                f"parameter {i} of the state is {name}, but this optimizer has {name} as parameter "
+                f"{index[name]}"
+            )
     keys = listed_in(saved_groups, "params")
     for member, key in zip(members_of(groups), keys, strict=False):
         entries = saved["state"].get(key, {})

@@ -62,7 +62,7 @@ class EffectiveWeight(nn.Module):
         raise NotImplementedError
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the top singular pairs of the matrices in `stack`, whose indices are `members`."""
+        """Return the top singular pairs of the stacked matrices; `members` are their indices."""
         return self.preconditioners[members[0]].cold_pair(stack.detach())
 
     def forward(self, weight: Tensor) -> Tensor:

@@ -330,7 +330,7 @@ class SpectralSphere(SpectralOptimizer):
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1; lambda
     solves `<u v^T, msign(M + lambda u v^T)> = 0` for the weight's top singular pair (u, v). Use SSO
-    in the same cases as MuonSphere, whose steps need not be tangent.
+    in the same cases as MuonSphere. Only SSO's steps are tangent to the sphere.
 
         optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 

@@ -101,7 +101,7 @@ class TangentSolution(NamedTuple):
 class TangentProblem(NamedTuple):
     """Matrices of one shape, and the vectors that define `Theta`; see `solve_multiplier`.
 
-    The vectors' dtype may differ from that of the matrices.
+    The vectors' dtype may differ from the matrices' dtype.
     """
 
     m: Tensor  # [batch, rows, cols]
@@ -179,7 +179,7 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
 
     A converged matrix keeps its result while others continue. The direction and `residual` are
-    those of the best evaluation; `converged` is False where the residual exceeds the tolerance. In
+    from the best evaluation; `converged` is False where the residual exceeds the tolerance. In
     16 bits, msign has rounding errors along Theta that no multiplier can reduce. If these errors
     are at most `ROUNDING`, the search stops and subtracts them from the direction. If no tangent
     direction exists (`M = c Theta`), the direction is zero and `converged` is False.

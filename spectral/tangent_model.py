@@ -487,7 +487,7 @@ def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:
 def tangent_cost(
     short: int, long: int, *, evaluations: float, msign: float, dtype: torch.dtype
 ) -> float:
-    """Return the FLOPs of a tangent solve: those of the model plus `evaluations` times `msign`.
+    """Return the FLOPs of a tangent solve: the model's FLOPs plus `evaluations` times `msign`.
 
     Building the model takes a Gram matrix, one factorisation per shift, and a projection onto the
     model's basis. `dtype` is the dtype of the matmuls in msign.

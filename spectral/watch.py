@@ -138,7 +138,7 @@ def watch(
                 storage.copy_(values)
         if made := [name for name, _ in model.named_parameters() if name not in known]:
             raise ValueError(
-                f"the forward pass creates {', '.join(made)}: run the model before the split"
+                f"the forward pass creates {', '.join(made)}: run the model before splitting it"
             )
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
@@ -230,7 +230,7 @@ class Side(NamedTuple):
         return [] if self.columns is None else _moving(self.columns)
 
     def axes(self, other: "Side") -> tuple[set[int], set[int]]:
-        """The axes that both operands have, and those that only this one has."""
+        """The axes of both operands, and the axes of this operand only."""
         pairs = [*enumerate(zip(self.shape, other.shape, strict=True))]
         shared = {axis for axis, (n, m) in pairs if n > 1 < m}
         return shared, {axis for axis, (n, m) in pairs if n > 1 == m}

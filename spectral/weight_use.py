@@ -95,7 +95,7 @@ class Use:
         """Record a matmul that sums over the axes `inputs`. Return each column's first element.
 
         `apart` means that if the matmul uses a single stack entry, the columns belong to that entry
-        rather than to the first one.
+        rather than to the first entry.
         """
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]

@@ -1,4 +1,4 @@
-"""Plan a run from its config, including its steps and how much of each data set it uses."""
+"""Plan a run from its config, including the number of steps and the use of each data set."""
 
 import math
 import os
@@ -233,7 +233,7 @@ def device_named(text: str) -> Device:
     """Return the device named `text`, or the device described by the YAML file `text`.
 
     Values missing from the file are taken from the device named by its key `base`. Without `base`,
-    missing values are taken from h100, and a note in the device's name says so. The device's name
+    missing values are taken from h100, and the device's name contains a note. The device's name
     defaults to the file's name. A `peak` with all dtypes in `REQUIRED` replaces the entire `peak`
     of the base.
 

@@ -55,7 +55,7 @@ class SpikeDetector:
 
 
 class NonFiniteGuard:
-    """Counts skipped steps, and ends the run after too many consecutive ones.
+    """Counts skipped steps, and ends the run if too many consecutive steps are skipped.
 
     On a GPU, `record` only stores a flag on the device, which is true if the step was taken. To
     avoid a host sync in every step, `check` reads these flags at logging steps. On a CPU, `record`

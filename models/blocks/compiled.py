@@ -6,8 +6,9 @@ separately, because the code around them (matmuls, collectives, recomputation, t
 would cause graph breaks. Each function is compiled once per shape and gradient mode and shared by
 all layers. Expert token counts change every step, so experts share one graph with a symbolic count.
 
-Compiled code concatenates the gradients of gate and up, and those of queries, keys and values, at
-half the bandwidth of a copy (docs/performance.md), so spectral/kernels provides kernels for both.
+Compiled code concatenates the gradients of gate and up, and the gradients of queries, keys and
+values, at half the bandwidth of a copy (docs/performance.md), so spectral/kernels provides kernels
+for both.
 """
 
 import itertools

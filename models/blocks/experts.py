@@ -166,8 +166,8 @@ def balance_(
     """Finish a step: change every expert bias by `rate` or `-rate`, store the load for the global
     balancing loss, and reset the counts.
 
-    `counts` `[layers, experts]` are token counts, summed across ranks. The bias of an expert that
-    received fewer tokens than the mean is raised, and that of an expert with more tokens is lowered
+    `counts` `[layers, experts]` are token counts, summed across ranks. The biases of experts that
+    received fewer tokens than the mean are raised, and the biases of experts with more are lowered
     ("Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1). Biases and
     loads are left unchanged if `active`, a 0-d bool tensor, is False.
     """

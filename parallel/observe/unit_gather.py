@@ -1,8 +1,9 @@
 """Gathers each whole weight, gradient and update matrix on one rank for inspection.
 
-The singular values of a matrix cannot be computed from those of its shards. Therefore each matrix
-is gathered on a single rank, its inspection rank. Any sharded tensor can be gathered. Matrices are
-sent as in an optimizer step, but in their own dtype and in rounds that fit in each rank's memory.
+The singular values of a matrix cannot be computed from its shards' singular values. Therefore each
+matrix is gathered on a single rank, its inspection rank. Any sharded tensor can be gathered.
+Matrices are sent as in an optimizer step, but in their own dtype and in rounds that fit in each
+rank's memory.
 All matrices of a parameter share an inspection rank, so that only this rank needs the parameter's
 input activations.
 """

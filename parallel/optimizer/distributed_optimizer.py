@@ -4,9 +4,9 @@ Elementwise state is sharded evenly across ranks. domain_optimizer.py describes 
 parameters and experts are separate domains, because they are replicated across different ranks.
 
 `Update` clips and steps in one call, which can be captured as a single CUDA graph on a GPU. NCCL
-collectives can only be captured if all ranks capture the same ones, so every rank calls `Update`
-the same number of times before capture. The graph waits for all work that it launches, including
-the all-gathers of new weights.
+collectives can only be captured if all ranks capture the same collectives, so every rank calls
+`Update` the same number of times before capture. The graph waits for all work that it launches,
+including the all-gathers of new weights.
 """
 
 import hashlib

@@ -333,10 +333,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole_number(),
         nargs="+",
         default=[1, 8],
-        help="numbers of ranks, for which the busiest rank's matrices are measured (default: 1 8)",
+        help="numbers of ranks; for each, the busiest rank's matrices are measured (default: 1 8)",
     )
     parser.add_argument("--peers", type=Path, help="folder with checkouts of other libraries")
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
+    parser.add_argument(
+        "--rules",
+        nargs="+",
+        choices=RULES,
+        default=RULES,
+        help="rules to compare; by default, all of them",
+    )
     parser.add_argument(
         "--repeats", type=whole_number(), default=10, help="number of timed steps (default: 10)"
     )

@@ -181,7 +181,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--problems", nargs="+", default=PROBLEMS, metavar="BxRxC", help="shapes to measure"
     )
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=list(DTYPES),
+        choices=DTYPES,
+        help="dtypes to measure; by default, all of them",
+    )
     parser.add_argument(
         "--tiles",
         nargs="+",

@@ -27,8 +27,8 @@ class Repeats:
             self._counts = {k: each for k, each in self._counts.items() if not k % self._one_in}
 
     def warnings(self, names: Sequence[str]) -> Iterator[str]:
-        """Yield a warning for each set that repeats its own documents or those of an earlier
-        set."""
+        """Yield a warning for each set that repeats its own documents or an earlier set's
+        documents."""
         about = "about " if self._one_in > 1 else ""
         for i, name in enumerate(names):
             counts = [each for each in self._counts.values() if name in each]

@@ -12,7 +12,7 @@ Pair = tuple[float, float]
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, Pair]:
-    """Return the document's log-likelihood and size in bytes under the name of each metric."""
+    """Map each metric's name to the pair of the document's log-likelihood and size in bytes."""
     (likelihood,) = results
     pair = (likelihood, doc["bytes"])
     names = ("bits_per_byte", "byte_perplexity")

@@ -110,10 +110,10 @@ class Item(Section):
             raise ValueError(f"result must be set if status is {self.status!r}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
             raise ValueError(
-                "why must be set and tiny and full must be empty if status is 'nothing to run'"
+                "status 'nothing to run' requires why, and tiny and full must be empty"
             )
         if self.status == "not run" and self.why is None:
-            raise ValueError("why must be set if status is 'not run', got null")
+            raise ValueError("status 'not run' requires why, got null")
         if self.measure is not None and self.file is None:
             raise ValueError("file must be set if measure is set, got null")
 

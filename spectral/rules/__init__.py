@@ -40,7 +40,7 @@ class Registry(UserDict[str, type[Rule]]):
 
     Rules from other installed packages are loaded lazily, when names are listed or a name is
     missing, because these packages may import this one. `left_out` maps the names of unusable rules
-    in those packages to the reasons.
+    in these packages to the reasons.
     """
 
     loading = False

@@ -56,8 +56,8 @@ def place(
 ) -> Placement:
     """Choose the owners of `works` among `ranks` ranks. Ties are broken by unit name.
 
-    `auto` computes the placements of `longest_processing_time` and `ping_pong`, and picks the one
-    that moves fewer elements, unless its maximum load exceeds the other's by more than `SLACK`.
+    `auto` computes the placements of `longest_processing_time` and `ping_pong`, and picks the
+    placement that moves fewer elements, unless its maximum load is higher by more than `SLACK`.
     `base` is the load that each rank already has: for example, a stage's experts are placed
     after its dense matrices. ping_pong ignores `base`.
 

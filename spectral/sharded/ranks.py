@@ -40,8 +40,8 @@ class RankGroup:
         return received
 
     def agree(self, flag: Tensor, value: int = 0) -> tuple[Tensor, Tensor]:
-        """Return whether `flag` (0-d bool) is True on all ranks, and whether `value` is the same on
-        all ranks, both as 0-d tensors on the device of `flag`.
+        """Return two 0-d tensors on the device of `flag` (0-d bool): whether `flag` is True on all
+        ranks, and whether `value` is the same on all ranks.
         """
         numbers = [torch.full_like(flag, x, dtype=torch.int64) for x in (value, -value)]
         figures = torch.stack([flag.long(), *numbers])
@@ -81,7 +81,7 @@ def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.
 
 
 def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> RankGroup:
-    """Return all ranks that share any parameter: those in the largest mesh, or `replicas`.
+    """Return all ranks that share any parameter: the largest mesh's ranks, or `replicas`.
 
     Raises ValueError for a mesh that is not a submesh of the largest mesh.
     """

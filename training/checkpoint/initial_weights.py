@@ -166,8 +166,8 @@ def chosen_weights(
 
 
 def unsuitable_data(config: Config, info: CheckpointInfo) -> str | None:
-    """Return why the tokenizer of the config's data does not suit the model in a checkpoint, or
-    None if it does, or if there is no tokenizer to compare."""
+    """Return why the tokenizer of the config's data does not suit the model in a checkpoint; None
+    if the tokenizer suits the model, or if there is no tokenizer to compare."""
     ids, rows = data_vocabulary(config), info.config.model.vocab_size
     if ids is not None and rows is not None and ids > rows:
         return f"the data's tokenizer has {ids:,} token ids, but the model has {rows:,}"

@@ -111,7 +111,7 @@ def phase_checks(config: Config) -> Iterator[Check]:
         key = f"data.phases[{i}].{phase.beginning}"
         yield key, phase.with_decay and kind != "wsd", f"requires schedule.kind wsd, got {kind}"
         rule = (
-            f"must start the phase after the start of the previous one (step {before:,}) and "
+            f"must start the phase after the previous phase's start (step {before:,}) and "
             f"before train.steps = {steps:,}, got step {start:,}"
         )
         yield key, not before < start < steps, rule

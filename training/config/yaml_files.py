@@ -147,7 +147,7 @@ def _value(content: Any, key: str) -> Any:
 
 
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
-    """Return the dotted keys set in `path` or by an override, but not those set only in bases."""
+    """Return the dotted keys set in `path` or by an override, without keys set only in bases."""
     sources = _sources(path, overrides)
     contents = (content for source, content in sources if source in (real_path(path), *overrides))
     return {key for content in contents for key, _ in flat(content)}

@@ -288,7 +288,7 @@ class TrainingData(Dataset[Tensor]):
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return a copy with the same sets and weights, whose samples are those of `phase`,
+        """Return a copy with the same sets and weights that contains the samples of `phase`,
         starting with `data[phase.sample]`."""
         data = copy.copy(self)
         data.phase = phase

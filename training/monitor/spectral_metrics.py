@@ -33,7 +33,7 @@ class Refusals:
         self.restore(0.0)
 
     def restore(self, total: float) -> None:
-        """Continue from `total` reported refusals and no unreported ones."""
+        """Set the number of reported refusals to `total`, and discard unreported refusals."""
         self.total = total
         self._names: list[str] = []  # unit names for the tensors `[names]` below
         self._new = self._streak = self._longest = self._none.new_zeros(0)

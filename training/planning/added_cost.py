@@ -1,8 +1,8 @@
 """Estimate the time that monitors and task evaluation add to a run.
 
 A monitored step computes the singular values of every weight, runs matmuls for all other metrics,
-and accumulates sums during the forward and backward passes. A null interval is replaced by one that
-adds at most 1% to the run time.
+and accumulates sums during the forward and backward passes. A null interval is replaced by an
+interval that adds at most 1% to the run time.
 """
 
 import math

@@ -199,7 +199,7 @@ def time_table(config: Config, planned: Plan) -> str:
 
 def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
     """If ranks wait for the busiest rank's update rules for more than 1% of the step time, yield a
-    line that says so."""
+    line that states the waiting time."""
     busiest = max(planned.stages, key=lambda stage: stage.load_max)
     seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
     share = seconds / planned.time.total

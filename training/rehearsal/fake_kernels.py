@@ -212,9 +212,9 @@ def is_gated(function: Callable[..., Any]) -> bool:
 def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
     """Return the tensors that inductor reads twice in the backward pass of a gated activation.
 
-    When it concatenates the gradients of the gate and up projections, inductor reads `gradient`
-    `[..., d]`, the gradient of the result, and the gate, the first half of `wide` `[..., 2 d]`,
-    again.
+    When inductor concatenates the gradients of the gate and up projections, it reads two tensors
+    again: `gradient` `[..., d]`, the gradient of the result, and the gate, which is the first half
+    of `wide` `[..., 2 d]`.
     """
     return [gradient, wide.chunk(2, -1)[0]]
 

@@ -204,9 +204,9 @@ def test_results_are_printed_and_written_by_run_and_seed(paper: str, key: str) -
     ("made", "said"),
     [
         (lambda: Item(shows="x", status="reproduced"), "result must be set"),
-        (lambda: Item(shows="x", status="nothing to run"), "why must be set"),
+        (lambda: Item(shows="x", status="nothing to run"), "'nothing to run' requires why"),
         (lambda: Item(shows="x", status="nothing to run", why="y", tiny=["z"]), "full must be"),
-        (lambda: Item(shows="x", status="not run"), "why must be set if status is 'not run'"),
+        (lambda: Item(shows="x", status="not run"), "status 'not run' requires why"),
         (lambda: Item(shows="x", status="not run", why="y", measure=Measure(runs={})), "file must"),
         (lambda: Measure(runs={}, study="x", seeds=[1]), "seeds must be empty if study is set"),
         *[

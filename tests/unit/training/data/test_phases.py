@@ -183,12 +183,12 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path)
         ("[{after_steps: 100, weights: {text: 1}}]", "and before train.steps = 100, got"),
         (
             "[{after_share: 0.001, weights: {text: 1}}]",
-            "[0].after_share must start the phase after the start of the previous one (step 0)",
+            "[0].after_share must start the phase after the previous phase's start (step 0)",
         ),
         ("[{after_share: 1.5, weights: {text: 1}}]", "[0].after_share must be below 1, got 1.5"),
         (
             "[{after_steps: 60, weights: {text: 1}}, {after_share: 0.5, weights: {text: 1}}]",
-            "[1].after_share must start the phase after the start of the previous one (step 60)",
+            "[1].after_share must start the phase after the previous phase's start (step 60)",
         ),
         ("[{after_step: 9, weights: {text: 1}}]", "did you mean data.phases[0].after_steps?"),
     ],
