@@ -1,6 +1,7 @@
 """Assign update rules, PC layers and penalties to units according to the config."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from models.blocks.in_graph_pc import with_gammas
@@ -8,6 +9,7 @@ from models.families import all_units
 from models.pc_config import PCConfig
 from models.units import Unit
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty, Route, route
+from spectral.rules.muon_sphere import RadiusRule
 from training.config import Config, group_of
 from training.config.optimizer_section import OptimizerConfig
 from training.config.schema import GramPenaltyConfig
@@ -61,27 +63,37 @@ def _assignment(
     if unit.role == GAMMA and pc is not None:
         return _gamma_assignment(optimizer, pc)
     settings = optimizer.settings_for(unit.role)
+    rule = optimizer.rule(settings.rule)
+    scaler = optimizer.radius_scalers().get(unit.role)
+    if scaler is not None and isinstance(rule, RadiusRule):
+        rule = replace(rule, radius_scaler=scaler)
+    pc_assignment = None
+    preconditioner = None if pc is None else pc.preconditioner(unit)
+    if pc is not None and preconditioner is not None and pc.evaluator != "in_graph":
+        gamma = _gamma_assignment(optimizer, pc)
+        pc_assignment = PCAssignment(
+            preconditioner=preconditioner,
+            gamma_rule=gamma.rule if pc.learnable_gamma else None,
+            gamma_lr=gamma.lr,
+            gamma_weight_decay=gamma.weight_decay,
+        )
+    unit_penalty = None
+    if penalty is not None and unit.role in penalty.roles:
+        assert penalty.coefficient is not None  # `load_config` has replaced null
+        unit_penalty = Penalty(
+            coefficient=penalty.coefficient,
+            power=penalty.power,
+            side=penalty.side,
+            normalize=penalty.normalize,
+        )
     return Assignment(
         group=group_of(unit.role),
         rule_name=settings.rule,
-        rule=optimizer.rule_for(unit.role),
+        rule=rule,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
-        pc=None if pc is None else _pc_assignment(optimizer, unit, pc),
-        penalty=None if penalty is None else _penalty(unit, penalty),
-    )
-
-
-def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
-    """Return the penalty for `unit`, or None if its role is not penalised."""
-    if unit.role not in section.roles:
-        return None
-    assert section.coefficient is not None  # `load_config` has replaced null
-    return Penalty(
-        coefficient=section.coefficient,
-        power=section.power,
-        side=section.side,
-        normalize=section.normalize,
+        pc=pc_assignment,
+        penalty=unit_penalty,
     )
 
 
@@ -96,19 +108,4 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
         rule=optimizer.rule(settings.rule),
         lr=lr if pc.learnable_gamma else 0.0,
         weight_decay=pc.gamma_decay(settings.weight_decay),
-    )
-
-
-def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """Return the settings with which the owner computes PC(W) and updates gamma, or None if `unit`
-    is not a materialized PC layer."""
-    preconditioner = pc.preconditioner(unit)
-    if preconditioner is None or pc.evaluator == "in_graph":
-        return None
-    gamma = _gamma_assignment(optimizer, pc)
-    return PCAssignment(
-        preconditioner=preconditioner,
-        gamma_rule=gamma.rule if pc.learnable_gamma else None,
-        gamma_lr=gamma.lr,
-        gamma_weight_decay=gamma.weight_decay,
     )

@@ -11,14 +11,9 @@ from pathlib import Path
 
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import BETWEEN, world
-from training.config.optimizer_section import (
-    MissingRuleError,
-    group_of,
-    of_installed_rules,
-    without_gone_keys,
-)
+from training.config.optimizer_section import MissingRuleError, group_of, of_installed_rules
 from training.config.schema import Config, with_paper_choices
-from training.config.yaml_files import read_merged, read_saved, to_text
+from training.config.yaml_files import as_yaml, escaped, read_merged, read_saved
 
 __all__ = [
     "Config",
@@ -48,8 +43,11 @@ def load_saved_config(path: str | Path) -> Config:
     by the run is not installed, and InvalidConfigError if the file is not a run config or contains
     unknown keys.
     """
-    content = of_installed_rules(without_gone_keys(read_saved(Path(path))))
-    return with_paper_choices(bind(Config, content, check=False))
+    content = read_saved(Path(path))
+    match content:  # `storage` is obsolete and never affected results
+        case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
+            content = {**content, "optimizer": {**sections, "distributed": others}}
+    return with_paper_choices(bind(Config, of_installed_rules(content), check=False))
 
 
 def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> None:
@@ -64,4 +62,4 @@ def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> No
 
 def to_yaml(config: Config) -> str:
     """Serialize `config` to YAML, including all defaults. Loading it back gives an equal config."""
-    return to_text(asdict(config))
+    return as_yaml(escaped(asdict(config)))

@@ -9,7 +9,7 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -124,7 +124,17 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_url=False):
         loc, name, value = problem["loc"], problem["type"], problem["input"]
         if name == "unexpected_keyword_argument":
-            yield _unknown(root, loc)
+            path, kind = key_at(root, loc[:-1])
+            key, siblings = str(loc[-1]), list(types_of(kind))
+            near = closest(key, siblings)
+            elsewhere = [p for p, _ in schema_paths(root) if p.split(".")[-1] == key]
+            if near or elsewhere:
+                hint = f"did you mean {join(path, near) if near else elsewhere[0]}?"
+            else:
+                hint = f"{path or 'the config'} has the keys {', '.join(siblings)}"
+            full = join(path, key)
+            package = _of_package(full, key) if path == RULE_SECTION else ""
+            yield f"unknown key {full}; {hint}{package}"
             continue
         if name == "missing" and isinstance(loc[-1], int):
             loc, name = loc[:-1], "tuple_type"  # the list is too short
@@ -136,22 +146,17 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
         elif name in BOUNDS:
             bounds = {k: f"{v:g}" if isinstance(v, float) else v for k, v in problem["ctx"].items()}
             yield f"{path} must be {BOUNDS[name].format(**bounds)}, got {shown(value)}"
+        elif value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
+            yield f"{path}=null removes an entry of a base file, but no base file defines it"
         else:
-            yield _mismatch(kind, path, value)
+            line = f"{path or 'the config'} must be {allowed_values(kind)}, got {shown(value)}"
+            words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
+            near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
+            yield line + (f"; did you mean {near}?" if near else "") + _of_package(path, value)
 
 
 RULE_SECTION: Final = "optimizer.rules"
 """Section that contains one section per rule."""
-
-
-def _mismatch(kind: Any, path: str, value: object) -> str:
-    """Return the error message for a value that does not match the annotation `kind`."""
-    if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
-        return f"{path}=null removes an entry of a base file, but no base file defines it"
-    line = f"{path or 'the config'} must be {allowed_values(kind)}, got {shown(value)}"
-    words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
-    near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
-    return line + (f"; did you mean {near}?" if near else "") + _of_package(path, value)
 
 
 def _of_package(path: str, rule: object) -> str:
@@ -168,25 +173,15 @@ def _of_package(path: str, rule: object) -> str:
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
     """Yield a line for a missing key, or for each required key in a missing section."""
-    inner = [f.name for f in fields(kind) if required(f)] if is_dataclass(kind) else []
-    for name in inner:
+    required = [
+        f.name
+        for f in (fields(kind) if is_dataclass(kind) else ())
+        if f.default is MISSING and f.default_factory is MISSING
+    ]
+    for name in required:
         yield from _missing(types_of(kind)[name], join(path, name))
-    if not inner:
+    if not required:
         yield f"{path} is required ({allowed_values(kind)})"
-
-
-def _unknown(root: type, loc: Loc) -> str:
-    """Return the error message for an unknown key, suggesting the closest known key."""
-    path, kind = key_at(root, loc[:-1])
-    key, siblings = str(loc[-1]), list(types_of(kind))
-    full = join(path, key)
-    near = closest(key, siblings)
-    elsewhere = [p for p, _ in schema_paths(root) if p.split(".")[-1] == key]
-    if near or elsewhere:
-        hint = f"did you mean {join(path, near) if near else elsewhere[0]}?"
-    else:
-        hint = f"{path or 'the config'} has the keys {', '.join(siblings)}"
-    return f"unknown key {full}; {hint}" + (_of_package(full, key) if path == RULE_SECTION else "")
 
 
 def key_at(root: type, loc: Loc) -> tuple[str, Any]:
@@ -257,8 +252,3 @@ def without_null(kind: Any) -> Any:
     options = [option for option in get_args(kind) if option is not types.NoneType]
     union = get_origin(kind) in (Union, types.UnionType)
     return options[0] if union and len(options) == 1 else kind
-
-
-def required(field: Field[Any]) -> bool:
-    """Return whether `field` has no default."""
-    return field.default is MISSING and field.default_factory is MISSING

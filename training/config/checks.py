@@ -217,8 +217,22 @@ BETWEEN = (
 def world(config: Config, world_size: int, step: int, tokens: int) -> Iterator[str]:
     """Yield the problems found by `world_checks`, with the nearest valid values."""
     lines = list(problems(config, world_checks(config, world_size, step, tokens)))
-    nearby = f"; {_nearby(config, world_size)}" if lines else ""
-    yield from (line + nearby for line in lines)
+    if not lines:
+        return
+    train, parallel = config.train, config.parallel
+    passes = 1 if parallel.virtual_pipeline == 1 else parallel.pipeline
+    unit = train.micro_batch * max(1, world_size // parallel.model_ranks) * passes
+    below = train.global_batch // unit * unit
+    batches = [size for size in (below, below + unit) if size]
+    legal = {
+        "numbers of ranks": _nearest(legal_ranks(config), world_size),
+        "train.micro_batch": _nearest(legal_micro_batches(config, world_size), train.micro_batch),
+        "train.global_batch": [n for n in batches if fits(config, world_size, global_batch=n)],
+    }
+    shown = [f"{what} {' and '.join(map(str, near))}" for what, near in legal.items() if near]
+    nearby = f"nearest valid values: {'; '.join(shown)}" if shown else "no nearby value is valid"
+    for line in lines:
+        yield f"{line}; {nearby}"
 
 
 def fits(config: Config, world_size: int, **train: int) -> bool:
@@ -249,22 +263,6 @@ def legal_micro_batches(config: Config, world_size: int) -> list[int]:
 def divisors(number: int) -> list[int]:
     """Return all divisors of `number` in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _nearby(config: Config, world_size: int) -> str:
-    """Return a phrase that lists the nearest valid world sizes and batch sizes."""
-    train, parallel = config.train, config.parallel
-    passes = 1 if parallel.virtual_pipeline == 1 else parallel.pipeline
-    unit = train.micro_batch * max(1, world_size // parallel.model_ranks) * passes
-    below = train.global_batch // unit * unit
-    batches = [size for size in (below, below + unit) if size]
-    legal = {
-        "numbers of ranks": _nearest(legal_ranks(config), world_size),
-        "train.micro_batch": _nearest(legal_micro_batches(config, world_size), train.micro_batch),
-        "train.global_batch": [n for n in batches if fits(config, world_size, global_batch=n)],
-    }
-    shown = [f"{what} {' and '.join(map(str, near))}" for what, near in legal.items() if near]
-    return f"nearest valid values: {'; '.join(shown)}" if shown else "no nearby value is valid"
 
 
 def _nearest(legal: list[int], number: int) -> list[int]:

@@ -106,16 +106,12 @@ class DataConfig(Section):
     """Command that creates the sets, and its cost; shown when a set's files are missing."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the tokenizer path and the sets' names and weights."""
+        """Check the tokenizer path, the sets' names and weights, and that every set is read."""
         yield local_path("tokenizer", self.tokenizer)
         yield "train", not (self.train or self.mock), "must contain at least one set, got none"
         for kind in ("train", "validation"):
             for name in getattr(self, kind):
                 yield name_check(kind, name)
-        yield from self._weight_checks()
-
-    def _weight_checks(self) -> Iterator[Check]:
-        """Check that phases refer to existing sets, and that every set is read."""
         later_sets = {name for phase in self.phases for name in phase.weights}
         for i, phase in enumerate(self.phases):
             for name in phase.weights.keys() - self.train.keys():

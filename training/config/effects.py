@@ -17,25 +17,12 @@ from training.config.schema import Config
 
 def without_effect(config: Config) -> Iterator[str]:
     """Yield a message for each non-default setting that has no effect."""
-    yield from _decays(config)
-    yield from _never(config)
-    for path, keys, unused, reason in _unused(config):
-        section = attrgetter(path)(config)
-        for key in keys:
-            value = getattr(section, key)
-            if unused and value != getattr(type(section), key):
-                yield f"{path}.{key} = {shown(value)} has no effect {reason}"
-
-
-def _decays(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     groups = groups_of(config.model)
     sections: dict[str, GroupConfig] = {name: getattr(optimizer, name) for name in groups}
-    sections |= {
-        f"roles.{role}": optimizer.settings_for(role)
-        for role, overrides in optimizer.roles.items()
-        if overrides.weight_decay is not None or overrides.rule is not None
-    }
+    for role, overrides in optimizer.roles.items():
+        if overrides.weight_decay is not None or overrides.rule is not None:
+            sections[f"roles.{role}"] = optimizer.settings_for(role)
     for path, settings in sections.items():
         decay, rule = settings.weight_decay, settings.rule
         if decay > 0 and optimizer.rule(rule).undoes_decay:
@@ -43,6 +30,13 @@ def _decays(config: Config) -> Iterator[str]:
                 f"optimizer.{path}.weight_decay = {decay} has no effect with the hard "
                 f"retraction of {rule}, which sets the spectral norm"
             )
+    yield from _never(config)
+    for path, keys, unused, reason in _unused(config):
+        section = attrgetter(path)(config)
+        for key in keys:
+            value = getattr(section, key)
+            if unused and value != getattr(type(section), key):
+                yield f"{path}.{key} = {shown(value)} has no effect {reason}"
 
 
 def _never(config: Config) -> Iterator[str]:

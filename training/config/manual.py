@@ -3,14 +3,14 @@
 import ast
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, Final, cast
 
 from models.section import join, shown
-from training.config.binding import allowed_values, one_section, required, types_of, without_null
+from training.config.binding import allowed_values, one_section, types_of, without_null
 from training.config.schema import Config
 
 Row = tuple[str, str, str, str]
@@ -60,7 +60,11 @@ def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()
         yield from [sentence, ""] if sentence else []
         yield from ["| key | type | default | |", "|---|---|---|---|"]
     yield from (_line(path, row) for row in _rows(kind) if row not in omitted)
-    shared = _shared({n: child for n, child in children.items() if types[n] is child and path})
+    sections: dict[Row, list[str]] = {}
+    for name, child in children.items():
+        for row in _rows(child) if types[name] is child and path else ():
+            sections.setdefault(row, []).append(name)
+    shared = {row: names for row, names in sections.items() if len(names) > 1}
     for row, names in shared.items():
         yield _line(f"{path}.*", (*row[:3], f"{row[3]} For {', '.join(names)}."))
     sentences = meanings_of(kind)
@@ -73,31 +77,14 @@ def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()
 def _rows(kind: type) -> list[Row]:
     """Return a row for each leaf of a section."""
     types, sentences = types_of(kind), meanings_of(kind)
-    return [
-        (
-            f.name,
-            allowed_values(types[f.name]).removeprefix("a ").removeprefix("an "),
-            "required" if required(f) else f"`{shown(_default(f)).replace(chr(39), '')}`",
-            sentences[f.name],
-        )
-        for f in fields(cast(Any, kind))
-        if nested(types[f.name]) is None
-    ]
-
-
-def _default(field: Field[Any]) -> Any:
-    """Return the default of `field`, which must have a default."""
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _shared(kinds: Mapping[str, type]) -> dict[Row, list[str]]:
-    """Map each row that several of the sections `kinds` have in common to the names of these
-    sections."""
-    names: dict[Row, list[str]] = {}
-    for name, kind in kinds.items():
-        for row in _rows(kind):
-            names.setdefault(row, []).append(name)
-    return {row: having for row, having in names.items() if len(having) > 1}
+    rows = []
+    for f in fields(cast(Any, kind)):
+        if nested(types[f.name]) is None:
+            values = allowed_values(types[f.name]).removeprefix("a ").removeprefix("an ")
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            text = "required" if default is MISSING else f"`{shown(default).replace(chr(39), '')}`"
+            rows.append((f.name, values, text, sentences[f.name]))
+    return rows
 
 
 def _line(path: str, row: Row) -> str:

@@ -176,14 +176,6 @@ class OptimizerConfig(Section):
         rule: Rule = getattr(self.rules, name)
         return rule
 
-    def rule_for(self, role: str) -> Rule:
-        """Return the rule for `role` as configured, with the role's radius scaler."""
-        rule = self.rule(self.settings_for(role).rule)
-        scaler = self.radius_scalers().get(role)
-        if scaler is None or not isinstance(rule, RadiusRule):
-            return rule
-        return replace(rule, radius_scaler=scaler)
-
     def radius_scalers(self) -> dict[str, float]:
         """Return the radius scalers that `roles` sets, keyed by role."""
         scalers = {role: overrides.radius_scaler for role, overrides in self.roles.items()}
@@ -217,14 +209,6 @@ class OptimizerConfig(Section):
                 "device"
             )
             yield f"rules.{name}.{field_name}", field_name, problem
-
-
-def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a saved config without its obsolete keys, which never affected results."""
-    match content:
-        case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
-            return {**content, "optimizer": {**sections, "distributed": others}}
-    return content
 
 
 def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:

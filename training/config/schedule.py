@@ -63,35 +63,6 @@ class EqualSteps:
         return self.steps * self.batch
 
 
-def ramp_checks(
-    ramp: tuple[RampStage, ...], final: int, steps: int, sequence_length: int
-) -> Iterator[Check]:
-    """Check that batch sizes increase and that every stage lasts at least one step.
-
-    final  global batch size after the ramp
-    steps  number of steps in the run
-    """
-    step = tokens = 0
-    if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
-        return  # `RampStage.checks` reports the problem
-    for i, stage in enumerate(ramp):
-        last = i + 1 == len(ramp)
-        name, batch = ("global_batch", final) if last else ("the next batch", ramp[i + 1].batch)
-        rule = f"must be below {name} = {batch}, got {stage.batch}: batch sizes must grow"
-        yield f"batch_ramp[{i}].batch", stage.batch >= batch, rule
-        limit = "until_tokens" if stage.until_steps is None else "until_steps"
-        key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
-        count = stage.steps_left(step, tokens, sequence_length)
-        rule = f"must be above the start of the stage (step {step:,}, {tokens:,} tokens)"
-        yield key, not count, f"{rule}, got {value:,}"
-        step, tokens = step + count, tokens + count * stage.batch * sequence_length
-        rule = (
-            f"must end the stage before steps = {steps:,}, got {value:,}, which ends the stage "
-            f"after step {step:,}; for a shorter run with the same ramp, set exit_step"
-        )
-        yield key, step >= steps, rule
-
-
 Steps = Annotated[int, Field(ge=1, le=10**10)]
 
 
@@ -190,7 +161,27 @@ class TrainConfig(Section):
         yield "loss_chunk", chunked_liger, "must be null with fused_loss liger"
         yield "fp8", self.fp8 is not None and self.precision != "bf16", "requires precision bf16"
         yield "exit_step", self.last > self.steps, f"must be at most steps = {self.steps}"
-        yield from ramp_checks(self.batch_ramp, self.global_batch, self.steps, self.sequence_length)
+        # Batch sizes must increase, and every stage must last at least one step.
+        ramp, steps, step, tokens = self.batch_ramp, self.steps, 0, 0
+        if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
+            return  # `RampStage.checks` reports the problem
+        for i, stage in enumerate(ramp):
+            last = i + 1 == len(ramp)
+            name = "global_batch" if last else "the next batch"
+            batch = self.global_batch if last else ramp[i + 1].batch
+            rule = f"must be below {name} = {batch}, got {stage.batch}: batch sizes must grow"
+            yield f"batch_ramp[{i}].batch", stage.batch >= batch, rule
+            limit = "until_tokens" if stage.until_steps is None else "until_steps"
+            key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
+            count = stage.steps_left(step, tokens, self.sequence_length)
+            rule = f"must be above the start of the stage (step {step:,}, {tokens:,} tokens)"
+            yield key, not count, f"{rule}, got {value:,}"
+            step, tokens = step + count, tokens + count * stage.batch * self.sequence_length
+            rule = (
+                f"must end the stage before steps = {steps:,}, got {value:,}, which ends the stage "
+                f"after step {step:,}; for a shorter run with the same ramp, set exit_step"
+            )
+            yield key, step >= steps, rule
 
 
 class ScheduleConfig(Section):

@@ -149,11 +149,6 @@ class GramPenaltyConfig(Section):
     """Normalization of the squared norm. frobenius: divide by ||W||_F^4; size: divide by n (n - 1);
     null: none."""
 
-    def last_step(self, steps: int) -> int:
-        """Return the last step (counted from 1) at which the penalty is active in a run of `steps`
-        steps."""
-        return max(1, round(self.horizon * steps))
-
 
 Ranks = Annotated[int, Field(ge=1, le=1 << 20)]
 

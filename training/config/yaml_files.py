@@ -8,11 +8,11 @@ because a saved config may come from an untrusted source.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from fnmatch import fnmatchcase
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, Final, cast
@@ -77,7 +77,9 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
     Raises InvalidConfigError if a file, an override or a reference is invalid.
     """
     with _readable(_shown(path)):
-        merged = _merged(content for _, content in _sources(path, overrides))
+        merged: Content = {}
+        for _, content in _sources(path, overrides):
+            merged = over(merged, content)
         if lines := list(_foreign_references(merged)):
             raise InvalidConfigError(lines)
         return cast(Content, OmegaConf.to_container(OmegaConf.create(dict(merged)), resolve=True))
@@ -90,11 +92,6 @@ def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Con
         problem = f"{_shown(path)} and its bases must not exceed {MOST_FILES} files"
         raise InvalidConfigError([problem])
     return [*files, *((text, _override(text)) for text in overrides)]
-
-
-def _merged(contents: Iterable[Content]) -> Content:
-    """Merge `contents` into one mapping; later mappings override earlier ones."""
-    return reduce(over, contents, {})
 
 
 @contextmanager
@@ -116,7 +113,10 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
     Raises InvalidConfigError if an override is invalid.
     """
-    return _merged(map(_override, overrides))
+    merged: Content = {}
+    for text in overrides:
+        merged = over(merged, _override(text))
+    return merged
 
 
 def replaced(overrides: Sequence[str]) -> Iterator[str]:
@@ -164,22 +164,21 @@ def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str 
     """Return where the key `names` (outermost name first) is set: `FILE, line N` or `the override
     KEY=VALUE`. Return None if every source either omits the key or sets it to null. `path` and
     `overrides` are as in `read_merged`."""
-    for source, value in reversed(_sources(path, overrides)):
+    for source, content in reversed(_sources(path, overrides)):
+        value: Any = content
         for name in names:
-            value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
-        if value is not None:
-            return _line_of(source, names) if isinstance(source, Path) else f"the override {source}"
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is None:
+            continue
+        if not isinstance(source, Path):
+            return f"the override {source}"
+        node: Any = yaml.compose(source.read_text(encoding="utf-8"), yaml.SafeLoader)
+        with suppress(KeyError):
+            for name in names:
+                key, node = {key.value: (key, inner) for key, inner in node.value}[name]
+            return f"{_shown(source)}, line {key.start_mark.line + 1}"
+        return _shown(source)  # the key is merged by <<
     return None
-
-
-def _line_of(file: Path, names: Sequence[str]) -> str:
-    """Return a key's location as `FILE, line N`, or just `FILE` if the key is merged by `<<`."""
-    node: Any = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
-    with suppress(KeyError):
-        for name in names:
-            key, node = {key.value: (key, value) for key, value in node.value}[name]
-        return f"{_shown(file)}, line {key.start_mark.line + 1}"
-    return _shown(file)
 
 
 def over(below: Content, above: Content, path: str = "") -> Content:
@@ -229,13 +228,9 @@ def read_saved(path: Path) -> Content:
     return cast(Content, _with_strings(_load(path), unescaped))
 
 
-def to_text(content: Content) -> str:
-    """Dump plain values as YAML that `read_merged` and `read_saved` both read back unchanged."""
-    return as_yaml(escaped(content))
-
-
 def as_yaml(content: Content) -> str:
-    """Dump plain values as YAML; `read_merged` resolves the references in it."""
+    """Dump plain values as YAML. `read_merged` resolves the references in it; to keep `${` as text,
+    apply `escaped` first."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -344,10 +339,10 @@ def _checked(text: str) -> yaml.Node | None:
     for node in nodes:  # grows during the loop, and without end if an alias contains itself
         if len(nodes) > MOST_VALUES:
             raise yaml.YAMLError(f"aliases must not expand to more than {MOST_VALUES} values")
-        scalar = node.tag.endswith(_SCALARS)
+        scalar, kind = node.tag.endswith(_SCALARS), node.tag.rpartition(":")[2]
         if isinstance(node, yaml.MappingNode):
             if scalar:  # yaml would use the value of the key "=" in the mapping
-                raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
+                raise yaml.YAMLError(f"a mapping must not have the tag !!{kind}")
             merges = [key for key, _ in node.value if key.value == "<<"]
             if len(merges) > 1:  # other duplicates are rejected by OmegaConf
                 raise yaml.YAMLError("a mapping must have at most one <<; its value may be a list")
@@ -373,13 +368,9 @@ def _checked(text: str) -> yaml.Node | None:
             try:
                 loader.construct_object(node)
             except (AttributeError, LookupError) as error:  # e.g. for !!bool foo
-                rule = f"a value must match its tag, got !!{_kind(node)} {node.value!r:.80}"
+                rule = f"a value must match its tag, got !!{kind} {node.value!r:.80}"
                 raise yaml.YAMLError(rule) from error
     return root
-
-
-def _kind(node: yaml.Node) -> str:
-    return node.tag.rpartition(":")[2]
 
 
 def _shown(path: Path) -> str:
