@@ -116,15 +116,9 @@ def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
         source = f"rank {rank} (host {socket.gethostname()})"
         error = "\n".join(f"{source}: {line}" for line in str(error).splitlines())
     print_error(error)
-    tell_torchrun(str(error))
-    return code
-
-
-def tell_torchrun(message: str) -> None:
-    """Write the message to torchrun's error file, so that it appears in torchrun's final report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    with contextlib.suppress(OSError):
-        text = json.dumps({"message": message, "timestamp": str(int(time.time()))})
-        Path(path).write_text(text, encoding="utf-8")
+    if path is not None:  # torchrun copies the message in this file to its final report
+        with contextlib.suppress(OSError):
+            text = json.dumps({"message": str(error), "timestamp": str(int(time.time()))})
+            Path(path).write_text(text, encoding="utf-8")
+    return code

@@ -103,8 +103,17 @@ def training_loader(
         ConfigError: shared memory is too small for the batches prefetched by `workers`.
     """
     if workers:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         rows = sampler.micro_batch * (2 if data.borders.needed else 1)
-        _check_shared_memory(workers, rows * (data.sequence_length + 1) * 8)
+        batch_bytes = rows * (data.sequence_length + 1) * 8
+        needed = ranks * workers * (AHEAD + 1) * batch_bytes + SPARE_BYTES
+        free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else needed
+        if free < needed:
+            raise ConfigError(
+                f"data.workers = {workers} needs {needed / 2**20:.1f} MiB in {SHARED_MEMORY}, but "
+                f"only {free / 2**20:.1f} MiB are free: start the container with a larger "
+                "--shm-size, or set data.workers=0"
+            )
     return DataLoader(
         data,
         batch_sampler=sampler,
@@ -114,19 +123,6 @@ def training_loader(
         # not advance torch's default generator.
         generator=torch.Generator().manual_seed(0),
     )
-
-
-def _check_shared_memory(workers: int, batch_bytes: int) -> None:
-    """Check that the batches prefetched by all workers on this machine fit into /dev/shm."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = ranks * workers * (AHEAD + 1) * batch_bytes + SPARE_BYTES
-    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else needed
-    if free < needed:
-        raise ConfigError(
-            f"data.workers = {workers} needs {needed / 2**20:.1f} MiB in {SHARED_MEMORY}, but only "
-            f"{free / 2**20:.1f} MiB are free: start the container with a larger --shm-size, or "
-            "set data.workers=0"
-        )
 
 
 def as_batch(

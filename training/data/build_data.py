@@ -144,7 +144,10 @@ def build_data(
         data, source, samples = with_mock_sets(data), None, samples or MOCK_SAMPLES
         open_set = partial(MockTokens, vocabulary=config.model.vocab_size)
     else:
-        check_tokenizers(data)
+        sections = (data.train, data.validation)
+        paths = [(name, each.path) for section in sections for name, each in section.items()]
+        tokenizer = None if data.tokenizer is None else tokenizer_file(data.tokenizer)
+        check_one_tokenizer(paths, tokenizer)
         if isinstance(source, Manifest) and data.verify != "none":
             check_tokenizer(source)
     borders = Borders(mask=data.document_mask, first_token_loss=data.first_token_loss)
@@ -199,14 +202,6 @@ def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]
         for name, value in asdict(entry).items()
         if name not in ("source", "inputs")  # these may be long, and may differ without harm
     }
-
-
-def check_tokenizers(data: DataConfig) -> None:
-    """Raise DataError unless all sets use the same tokenizer, which must be `data.tokenizer` if
-    that key is set."""
-    sections = (data.train, data.validation)
-    sets = [(name, each.path) for section in sections for name, each in section.items()]
-    check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
 
 
 def shared_sets(data: DataConfig) -> Iterator[str]:

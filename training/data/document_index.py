@@ -107,20 +107,3 @@ class Borders:
 
 CROSSED: Final = Borders()
 """Default: attention crosses document borders, and all tokens contribute to the loss."""
-
-
-def first_tokens(starts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """For each token, return the position of its document's first token, `[count]`.
-
-    `starts` are the document start positions in ascending order. A document that starts before
-    these `count` tokens has position 0.
-    """
-    firsts = np.zeros(count, dtype=np.int64)
-    firsts[starts] = starts
-    return np.maximum.accumulate(firsts)
-
-
-def squared_length(starts: NDArray[np.int64], count: int) -> int:
-    """Return the sum of squared document lengths within `count` tokens, given document `starts`."""
-    lengths = np.diff(starts[starts > 0], prepend=0, append=count)
-    return int((lengths**2).sum())

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -174,7 +175,10 @@ def shared_text(
 
 def _shared(first: Path, second: Path) -> str | None:
     """Return why two sets contain the same text, or None if there is no evidence that they do."""
-    if first.resolve() == second.resolve() or _same_file(f"{first}.bin", f"{second}.bin"):
+    same = first.resolve() == second.resolve()
+    with suppress(OSError):  # a missing file is reported elsewhere
+        same = same or os.path.samefile(f"{first}.bin", f"{second}.bin")
+    if same:
         return f"both sets are {first}"
     manifests = [manifest_of(prefix) for prefix in (first, second)]
     if manifests[0] is None or manifests[1] is None:
@@ -186,10 +190,3 @@ def _shared(first: Path, second: Path) -> str | None:
         return None
     common = len({*one.inputs} & {*other.inputs})
     return f"{first} and {second} have {common:,} inputs in common" if common else None
-
-
-def _same_file(first: str, second: str) -> bool:
-    try:
-        return os.path.samefile(first, second)
-    except OSError:  # a missing file is reported elsewhere
-        return False

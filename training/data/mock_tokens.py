@@ -54,22 +54,18 @@ class MockTokens(TokenSet):
     def read(self, start: int, count: int) -> NDArray[np.integer]:
         """Return `count` tokens of the stream, starting at `start`, `[count]`."""
         first, last = start // BLOCK, (start + count - 1) // BLOCK
-        drawn = np.concatenate([self._block(index) for index in range(first, last + 1)])
-        return drawn[start - first * BLOCK :][:count]
-
-    def _block(self, index: int) -> NDArray[np.int64]:
-        """Return the tokens `[BLOCK]` starting at `index * BLOCK`."""
-        uniform = self._generator(index).random(BLOCK)
+        generators = [np.random.default_rng((self._seed, i)) for i in range(first, last + 1)]
+        uniform = np.concatenate([generator.random(BLOCK) for generator in generators])
         ranks = np.exp(uniform * math.log(self.vocabulary + 1)).astype(np.int64) - 1
-        return np.minimum(ranks, self.vocabulary - 1)
-
-    def _generator(self, *of: int) -> np.random.Generator:
-        return np.random.default_rng((self._seed, *of))
+        return np.minimum(ranks, self.vocabulary - 1)[start - first * BLOCK :][:count]
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the document starts within tokens `start` to `stop`, in ascending order."""
         blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
-        drawn = [self._generator(i, 1).integers(0, BLOCK, DOCUMENTS) + i * BLOCK for i in blocks]
+        drawn = [
+            np.random.default_rng((self._seed, i, 1)).integers(0, BLOCK, DOCUMENTS) + i * BLOCK
+            for i in blocks
+        ]
         starts = np.unique(np.concatenate(drawn))
         return starts[(start <= starts) & (starts < stop)]
 

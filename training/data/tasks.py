@@ -68,28 +68,20 @@ class Task:
     cut: int
     sha256: str | None
 
-    @property
-    def chance(self) -> float:
-        """Expected accuracy of a random guess in every example."""
-        return sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
-
-    @property
-    def repeated(self) -> int:
-        """Number of examples with two choices that have the same tokens, and thus equal scores."""
-        requests = iter(self.requests)
-        whole = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
-        return sum(len({*tokens}) < len(tokens) for tokens in whole)
-
     def __str__(self) -> str:
         """Return the task description that is printed at the start of a run."""
         made = "" if self.sha256 is not None else ", of random tokens, because data.mock is true"
         cut = f"; {self.cut:,} examples exceed the sequence length and are truncated from the left"
-        equal = f"; {self.repeated:,} examples have identical choices (ties go to the first choice)"
+        requests = iter(self.requests)
+        choices = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
+        repeated = sum(len({*tokens}) < len(tokens) for tokens in choices)
+        equal = f"; {repeated:,} examples have identical choices (ties go to the first choice)"
+        chance = sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
         tokens = sum(len(request.tokens) for request in self.requests)
         return (
             f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "
-            f"{tokens:,} tokens, chance accuracy {self.chance:.3f}{made}{cut if self.cut else ''}"
-            f"{equal if self.repeated else ''}"
+            f"{tokens:,} tokens, chance accuracy {chance:.3f}{made}{cut if self.cut else ''}"
+            f"{equal if repeated else ''}"
         )
 
 

@@ -139,7 +139,7 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
     """Parse a tokenizer.json; the result always contains `model` and `added_tokens`.
 
     Raises:
-        DataError: the file is missing or is not a tokenizer.json.
+        DataError: the file is missing, is not a tokenizer.json, or has invalid token ids.
     """
     try:
         content = read_json(path)
@@ -150,18 +150,12 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise DataError(f"{path} is not a tokenizer.json: section 'model' is missing")
     content = {"added_tokens": [], **content}
-    problem = _wrong_id(content)
-    if problem is not None:
-        raise DataError(f"{path}: {problem}")
-    return content
-
-
-def _wrong_id(content: dict[str, Any]) -> str | None:
-    """Return a message about invalid or duplicate token ids, or None if there are none."""
     vocab = content["model"].get("vocab")
     ids = list(vocab.values()) if isinstance(vocab, dict) else []  # unigram models have a list
     for id_ in [*ids, *(token.get("id") for token in content["added_tokens"])]:
         if type(id_) is not int or not 0 <= id_ <= LARGEST_ID:
-            return f"token ids must be integers in [0, 2^24], got {id_!r:.40}"
+            raise DataError(f"{path}: token ids must be integers in [0, 2^24], got {id_!r:.40}")
     twice = len(ids) - len(set(ids))
-    return f"token ids must be unique, got {twice} duplicates" if twice else None
+    if twice:
+        raise DataError(f"{path}: token ids must be unique, got {twice} duplicates")
+    return content

@@ -13,15 +13,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from numpy.typing import NDArray
 
-from training.data.document_index import (
-    CODES,
-    HEADER,
-    MAGIC,
-    Borders,
-    DocumentIndex,
-    first_tokens,
-    squared_length,
-)
+from training.data.document_index import CODES, HEADER, MAGIC, Borders, DocumentIndex
 from training.data.document_index import SPREAD as SPREAD_WINDOWS
 from training.data.hashes import BlockHashes, file_sha256
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
@@ -102,7 +94,9 @@ class TokenSet:
             return window
         begin = index * self.sequence_length
         starts = self.starts(begin, begin + len(window)) - begin
-        return np.stack([window, first_tokens(starts, len(window))])
+        firsts = np.zeros(len(window), dtype=np.int64)
+        firsts[starts] = starts
+        return np.stack([window, np.maximum.accumulate(firsts)])
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the positions in `start` to `stop` - 1 at which documents start, in ascending
@@ -145,9 +139,12 @@ class TokenSet:
         as in this set. The mean is measured over evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
-        begins = (windows * length).tolist()
-        squares = (squared_length(self.starts(b, b + length) - b, length) for b in begins)
-        return sum(squares) / (len(begins) * length)
+        squares = 0
+        for begin in (windows * length).tolist():
+            starts = self.starts(begin, begin + length) - begin
+            lengths = np.diff(starts[starts > 0], prepend=0, append=length)
+            squares += int((lengths**2).sum())
+        return squares / (len(windows) * length)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
         """Return `count` tokens of the stream starting at `start`, as a view `[count]` of the file.

@@ -1,16 +1,14 @@
 """Windows of a validation set, and the number of text bytes they contain."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.data.document_index import CROSSED, Borders
-from training.data.manifest import SetEntry
 from training.data.token_bytes import decoded_bytes, open_tokenizer
 from training.data.token_set import OpenSet, TokenSet
 from training.errors import DataError
@@ -59,16 +57,25 @@ class ValidationData:
         self.counted_tokens = self.target_tokens - len(left_out)
         self.target_bytes = self._target_bytes(token_bytes, tokenizer)
         if self.target_bytes is not None:
-            self.target_bytes -= self._bytes_of(left_out, token_bytes)
+            tokens = [int(self.set.read(position, 1)[0]) for position in left_out]
+            if token_bytes is not None:
+                self.target_bytes -= float(token_bytes[tokens].sum())
+            else:  # estimate from the mean over all targets
+                self.target_bytes -= len(tokens) * self.target_bytes / self.target_tokens
 
     def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
         """Return the number of text bytes in all targets, which are tokens 1 to `target_tokens` of
         the set."""
         if token_bytes is None:
-            entry = self.set.entry
-            if tokenizer is not None:
-                return float(self._decoded_bytes(open_tokenizer(tokenizer), entry))
-            return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
+            entry, end, size = self.set.entry, self.target_tokens + 1, self.set.tokens
+            if tokenizer is None:
+                return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
+            decoder = open_tokenizer(tokenizer)
+            if entry is None or end - 1 < size - end:
+                return float(decoded_bytes(decoder, self.set.document_parts(1, end)))
+            # Decode the tokens outside the targets, which are fewer, and subtract their bytes.
+            rest = [*self.set.document_parts(0, 1), *self.set.document_parts(end, size)]
+            return float(entry.bytes - decoded_bytes(decoder, rest))
         if self.set.max_token() >= len(token_bytes):
             raise DataError(
                 f"set {self.name} contains token id {self.set.max_token()}, "
@@ -77,25 +84,6 @@ class ValidationData:
         lengths = token_bytes.numpy()
         blocks = self.set.blocks(1, self.target_tokens + 1)
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
-
-    def _bytes_of(self, positions: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Return the number of text bytes in the tokens at `positions`. If `token_bytes` is None,
-        estimate it from the mean over all targets."""
-        tokens = [int(self.set.read(position, 1)[0]) for position in positions]
-        if token_bytes is None:
-            assert self.target_bytes is not None
-            return len(tokens) * self.target_bytes / self.target_tokens
-        return float(token_bytes[tokens].sum())
-
-    def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """Compute `_target_bytes` by decoding the targets. If the set has fewer other tokens than
-        targets and the manifest lists the bytes in the whole set, decode the other tokens instead
-        and subtract their bytes."""
-        end, size = self.target_tokens + 1, self.set.tokens
-        if entry is None or end - 1 < size - end:
-            return decoded_bytes(tokenizer, self.set.document_parts(1, end))
-        rest = [*self.set.document_parts(0, 1), *self.set.document_parts(end, size)]
-        return entry.bytes - decoded_bytes(tokenizer, rest)
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a mean loss in nats per token to bits per byte. Return None if the number of
