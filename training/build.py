@@ -123,15 +123,28 @@ def build_trainer(
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """Load a checkpoint saved on any layout, and check that all weight replicas are identical.
+    """Load a checkpoint saved on any layout, and check that all weight replicas are identical. If
+    the data mixture has changed, the progress starts a new phase.
 
-    Raises ResumeError if the checkpoint does not match the model, and DisagreementError if weight
-    replicas differ.
+    Raises ResumeError if the checkpoint does not match the model, or if the mixture has changed and
+    the checkpoint has no per-set counts. Raises DisagreementError if weight replicas differ.
     """
     rng, meta = info.path / RNG, info.path / META
     with refusing(rng, Exception):  # a corrupt file may raise any exception
         generators = torch.load(rng, weights_only=True)
-    progress = resumed_progress(info, trainer.data)
+    with refusing(meta, KeyError, TypeError, ValueError):
+        progress = bind(Progress, info.meta["progress"])
+        whole = info.meta["identity"]["data"]["fingerprint"]
+    present = trainer.data.at(progress.step)
+    if present.fingerprint() != (progress.phase.mixture or whole):
+        if progress.read is None:
+            raise ResumeError(
+                f"{info.path} was saved by an earlier version and does not record how much of each "
+                "set was read: resume with the original data until the next checkpoint, then "
+                "change the data"
+            )
+        phase = present.phase_after(progress.sample, progress.read)
+        progress = replace(progress, phase=phase)
     try:
         extra = load_state(info.state, trainer.model, trainer.optimizer)
     except StateError as error:
@@ -147,28 +160,6 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
     with refusing(rng, LookupError, TypeError, ValueError, RuntimeError):
         if len(generators) == dist.get_world_size():
             set_rng_state(generators[dist.get_rank()])
-
-
-def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
-    """Return the progress stored in a checkpoint. If the data mixture has changed, the progress
-    starts a new phase.
-
-    Raises ResumeError if the mixture has changed and the checkpoint has no per-set counts.
-    """
-    with refusing(info.path / META, KeyError, TypeError, ValueError):
-        progress = bind(Progress, info.meta["progress"])
-        whole = info.meta["identity"]["data"]["fingerprint"]
-    present = data.at(progress.step)
-    if present.fingerprint() == (progress.phase.mixture or whole):
-        return progress
-    if progress.read is None:
-        raise ResumeError(
-            f"{info.path} was saved by an earlier version and does not record how much of each "
-            "set was read: resume with the original data until the next checkpoint, then change "
-            "the data"
-        )
-    phase = present.phase_after(progress.sample, progress.read)
-    return replace(progress, phase=phase)
 
 
 @contextlib.contextmanager

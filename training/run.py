@@ -1,6 +1,7 @@
 """A run from start to finish: resuming, training, saving and logging."""
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,12 +16,7 @@ from parallel.optimizer.distributed_optimizer import DisagreementError, Distribu
 from training.assignments import config_routes
 from training.build import build_trainer, restore, rewind
 from training.checkpoint.checkpoints import check_place
-from training.checkpoint.initial_weights import (
-    InitialWeights,
-    check_beginning,
-    initial_weights,
-    rescaling_warning,
-)
+from training.checkpoint.initial_weights import InitialWeights, initial_weights, rescaling_warning
 from training.checkpoint.resume import (
     Identity,
     announced,
@@ -29,12 +25,10 @@ from training.checkpoint.resume import (
     data_facts,
     find_start,
     identity,
-    modification_times,
-    run_id,
     tracker_id,
 )
 from training.checkpoint.saving import CheckpointError, Saver
-from training.checkpoint.stored_checkpoint import CheckpointInfo
+from training.checkpoint.stored_checkpoint import CheckpointInfo, ResumeError
 from training.config import Config, check
 from training.config.effects import without_effect
 from training.config.yaml_files import flat
@@ -64,7 +58,7 @@ from training.lifecycle.run_folder import (
     starts_again,
 )
 from training.lifecycle.terminal import Interrupts
-from training.loop import Hooks, Loop, Outcome, ignore, unigram_comparison
+from training.loop import Hooks, Loop, Outcome, ignore
 from training.machine.backends import (
     check_backends,
     compile_backend,
@@ -117,7 +111,10 @@ class Beginning:
     @property
     def kept(self) -> dict[str, Any]:
         """Entries about the run, stored in the meta.json of each of its checkpoints."""
-        origin = self.weights.origin if self.weights is not None else None
+        origin = None
+        if self.weights is not None:
+            info = self.weights.info
+            origin = {"path": str(info.path), "step": info.step, "sha256": self.weights.digest}
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
         ids = {"run_id": self.run_id, "tracker_id": self.tracker_id}
@@ -186,7 +183,10 @@ def train(
         if interrupts is not None:
             interrupts.training_begins(saves=config.checkpoint.interval > 0)
         first_rank(lambda: mark_started(run_dir))
-        name = run_id(start.meta if start is not None else {})
+        if start is None:
+            name = first_rank(lambda: secrets.token_hex(4))
+        else:
+            name = str(start.meta["run_id"])
         beginning = Beginning(
             start,
             weights,
@@ -214,8 +214,7 @@ def train(
                 write_failure(run_dir, trainer.progress.step, groups.rank, error)
             raise
         if log is not None:
-            comparison = unigram_comparison(validation, outcome.validation)
-            log.conclude(outcome, comparison, resume)
+            log.conclude(outcome, validation, resume)
     return outcome
 
 
@@ -228,7 +227,9 @@ def agreed_facts(
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     sets = [*data.all_sets, *(each.set for each in validation)]
     require_agreement({**dict(flat(facts)), **unverified_facts(config, sets)})
-    facts["data"] |= first_rank(lambda: modification_times(data))
+    # Copies of a set on different nodes may have different modification times.
+    times = first_rank(lambda: {f"{each.name}.modified": each.modified for each in data.all_sets})
+    facts["data"] |= {key: time for key, time in times.items() if time is not None}
     return facts
 
 
@@ -249,8 +250,13 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
     initial weights. Raises InvalidConfigError if the batch size of a later stage of the batch ramp
     is not valid for this world size.
     """
-    if start is not None:
-        check_beginning(config, start)
+    path = config.checkpoint.initialize_from
+    if start is not None and path is not None and start.meta.get("initialized_from") is None:
+        raise ResumeError(
+            f"checkpoint.initialize_from={path} requires a new run, but {start.path} is a "
+            "checkpoint of a run started without this key: set another run.dir, or start over "
+            "with --resume none"
+        )
     if config.train.batch_ramp:
         done = {} if start is None else start.meta["progress"]
         check(config, dist.get_world_size(), done.get("step", 0), done.get("tokens", 0))
@@ -340,8 +346,8 @@ def opening_notes(
     rescaled: Mapping[str, tuple[str, float]],
 ) -> Iterator[tuple[str, str]]:
     """Yield a (kind, text) pair for each opening note. The notes describe the device, the kernels,
-    the initial weights and changes since the checkpoint. See `DistributedOptimizer.rescalings` for
-    `rescaled`."""
+    the initial weights, changes since the checkpoint, and settings that have no effect. See
+    `DistributedOptimizer.rescalings` for `rescaled`."""
     device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {device_line(device)}"
     for text in shared_sets(config.data):
@@ -370,7 +376,11 @@ def opening_notes(
             counts = (f"{s.name} {phase.tokens(s.name):,}" for s in trainer.present.sets)
             where = f"new mixture from sample {phase.sample:,} on; tokens read so far"
             yield "changed", f"data: {where}: {', '.join(counts)}"
-    yield from settings_notes(config)
+    ids = data_vocabulary(config)
+    if ids is not None and ids != config.model.vocab_size:
+        yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} ids, {ids:,} in the data"
+    for text in without_effect(config):
+        yield "warning", f"warning: {text}"
     wanted, held_out = config.validation.samples or 0, trainer.validation
     if short := [f"{each.name} ({each.samples:,})" for each in held_out if each.samples < wanted]:
         text = f"validation.samples = {wanted:,}, but there are fewer sequences: {', '.join(short)}"
@@ -386,26 +396,13 @@ def opening_notes(
     elif device.type == "cuda" and train.fused_loss == "auto" and train.loss_chunk is None:
         yield "loss", "loss kernels: megatron-core (slower; liger-kernel is not installed)"
     if fused_backward(config, device):
-        yield (
-            "backward",
-            "backward kernels: spectrain (not yet benchmarked on GPUs)",
-        )
+        yield "backward", "backward kernels: spectrain (not yet benchmarked on GPUs)"
     backend, described_backend = compile_backend(config, device)
     if backend is not None or device.type == "cuda":
         yield "compile", f"torch.compile backend: {described_backend}"
     if kernel is not None:
         slow = slow_attention(kernel, device)
         yield "attention", f"attention kernel: {kernel if slow is None else f'{kernel}; {slow}'}"
-
-
-def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield a (kind, text) pair for each note on the vocabulary or on a setting that has no
-    effect."""
-    ids = data_vocabulary(config)
-    if ids is not None and ids != config.model.vocab_size:
-        yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} ids, {ids:,} in the data"
-    for text in without_effect(config):
-        yield "warning", f"warning: {text}"
 
 
 def reports(error: Exception, rank: int) -> bool:

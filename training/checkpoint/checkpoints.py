@@ -21,7 +21,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from stat import S_ISREG
@@ -129,8 +129,16 @@ def _complete(path: Path) -> CheckpointInfo:
         bind((AverageMeta if "averaged" in meta else Meta) if weights_only else RunMeta, meta)
         check_name(path, meta["step"])
         info = CheckpointInfo(path, meta)
-        _check_names(path, info.files, WEIGHTS if weights_only else REQUIRED)
-        for name, facts in info.files.items():
+        files = info.files
+        for name in files:
+            if not real_path(path / name).is_relative_to(real_path(path)):
+                raise BrokenCheckpointError(
+                    f"{path}: {META} lists {name!r}, a path outside the folder"
+                )
+        for name in WEIGHTS if weights_only else REQUIRED:
+            if name not in files:
+                raise BrokenCheckpointError(f"{path}: {META} does not list {name}")
+        for name, facts in files.items():
             status = (path / name).stat()
             if not S_ISREG(status.st_mode):
                 raise BrokenCheckpointError(f"{path}: {name} must be a regular file")
@@ -158,17 +166,6 @@ def check_name(path: Path, step: int) -> None:
         )
 
 
-def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
-    """Raise BrokenCheckpointError if meta.json does not list a required file, or lists a file
-    outside the checkpoint folder."""
-    for name in listed:
-        if not real_path(path / name).is_relative_to(real_path(path)):
-            raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, a path outside the folder")
-    for name in required:
-        if name not in listed:
-            raise BrokenCheckpointError(f"{path}: {META} does not list {name}")
-
-
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
     """Yield a message for each file that has changed since it was written.
 
@@ -177,7 +174,15 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
     hash.
     """
     if not share.start:
-        yield from _unlisted(info)
+        try:
+            named = set(index_files(read_index(info.state)))
+        except UnsafeIndexError as error:
+            yield str(error)
+            named = set()
+        for name in sorted(named):
+            if f"{STATE}/{name}" not in info.files:
+                rule = f"the tensor index refers to {name}, which is not listed in {META}"
+                yield f"{info.path}: {rule}"
     for name, facts in sorted(info.files.items())[share]:
         try:
             same = file_facts(info.path / name) == facts
@@ -199,19 +204,6 @@ def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str
         for key, value in stored.read(keys).items():
             if not bool(value.isfinite().all()):
                 yield f"{info.path}: {key} is not finite"
-
-
-def _unlisted(info: CheckpointInfo) -> Iterator[str]:
-    """Yield a message if the tensor index is unsafe to read, or else for each file that the index
-    refers to but meta.json does not list."""
-    try:
-        named = set(index_files(read_index(info.state)))
-    except UnsafeIndexError as error:
-        yield str(error)
-        return
-    for name in sorted(named):
-        if f"{STATE}/{name}" not in info.files:
-            yield f"{info.path}: the tensor index refers to {name}, which is not listed in {META}"
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,11 +54,6 @@ class InitialWeights:
         """The checkpoint that contains the weights."""
         return self.weights.info
 
-    @property
-    def origin(self) -> dict[str, Any]:
-        """The value of `initialized_from` in the meta.json of the run's checkpoints."""
-        return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
-
     def unit(self, unit: Unit) -> Tensor:
         """Return the full float32 weight `[*shape]` of `unit`. The unit may belong to any rank."""
         whole = self._whole[unit.name]
@@ -87,18 +81,6 @@ def rescaling_warning(found: Collection[tuple[str, float]]) -> str | None:
         f"{min(factors):.3g} to {max(factors):.3g} ({rules}); this changes a pretrained model: "
         "finetune with muon"
     )
-
-
-def check_beginning(config: Config, start: CheckpointInfo) -> None:
-    """Raise ResumeError if `checkpoint.initialize_from` is set now but was not when the run
-    started."""
-    path = config.checkpoint.initialize_from
-    if path is not None and start.meta.get("initialized_from") is None:
-        raise ResumeError(
-            f"checkpoint.initialize_from={path} requires a new run, but {start.path} is a "
-            "checkpoint of a run started without this key: set another run.dir, or start over "
-            "with --resume none"
-        )
 
 
 def initial_weights(

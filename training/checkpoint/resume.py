@@ -66,14 +66,9 @@ class Change(NamedTuple):
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key} was {_short(self.before)} and is now {_short(self.after)}"
-
-    @property
-    def of_state(self) -> bool:
-        """Whether the change adds or removes tensors other than weights, or changes their dtype."""
-        if self.key == "moe.global_aux_loss":
-            return 0.0 in (self.before, self.after)
-        return self.key in OF_STATE or self.key.endswith(".rule")
+        texts = (str(self.before), str(self.after))
+        before, after = (text if len(text) <= 40 else f"{text[:12]}..." for text in texts)
+        return f"{self.key} was {before} and is now {after}"
 
 
 def identity(config: Config, facts: Identity) -> Identity:
@@ -141,17 +136,6 @@ def contents_of(facts: Identity) -> dict[str, str | None]:
     return sets | {"tokenizer": facts["tokenizer"]["sha256"]}
 
 
-def modification_times(data: TrainingData) -> dict[str, str]:
-    """Return the modification times of training sets that have no hash of all their tokens, under
-    the keys that kind `data` of the identity uses.
-
-    Copies of a set on different nodes may have different modification times, so all ranks must use
-    the times of one rank.
-    """
-    times = {f"{each.name}.modified": each.modified for each in data.all_sets}
-    return {key: time for key, time in times.items() if time is not None}
-
-
 def settings(config: Config) -> Identity:
     """Return the kinds of a run's identity that depend on the config alone."""
     units = all_units(config.model)
@@ -210,31 +194,21 @@ def announced(
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
-    kinds = differences(saved, now, now.keys() - allowed).values()
-    other_settings = changes(*map(_other_settings, (info.config, config)))
-    factors = (
-        {"learning-rate factor of the next step": next_factor(info, each)}
-        for each in (info.config, config)
+    found = [*chain.from_iterable(differences(saved, now, now.keys() - allowed).values())]
+    before, progress = info.config, info.meta["progress"]
+    was, is_now = (
+        f"{step_factor(progress['step'], progress['tokens'], each.train, each.schedule):.4g}"
+        for each in (before, config)
     )
-    environment = (
-        changes(*_in_both(info.meta.get(kind), machine[kind]))
-        for kind in ("layout", "device", "versions")
-    )
-    every = chain(*kinds, changes(*factors), other_settings, *environment)
-    return [str(change) for change in every]
-
-
-def next_factor(info: CheckpointInfo, config: Config) -> str:
-    """Return the learning-rate factor, under `config`, of the step after the checkpoint."""
-    progress = info.meta["progress"]
-    factor = step_factor(progress["step"], progress["tokens"], config.train, config.schedule)
-    return f"{factor:.4g}"
-
-
-def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return copies of both mappings that contain only the keys they have in common."""
-    common = [key for key in now if isinstance(saved, Mapping) and key in saved]
-    return {key: saved[key] for key in common}, {key: now[key] for key in common}
+    if was != is_now:
+        found.append(Change("learning-rate factor of the next step", was, is_now))
+    found += changes(_other_settings(before), _other_settings(config))
+    for kind in ("layout", "device", "versions"):
+        stored = info.meta.get(kind)
+        for key, value in machine[kind].items():
+            if isinstance(stored, Mapping) and key in stored and stored[key] != value:
+                found.append(Change(key, stored[key], value))
+    return [str(change) for change in found]
 
 
 def _other_settings(config: Config) -> dict[str, Any]:
@@ -290,9 +264,17 @@ def refusal(checkpoint: str, different: Mapping[str, Sequence[Change]], pc: bool
         more = f", and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         lines.append(f"{checkpoint} differs in its {kind}: {shown}{more}")
     every = [change for changed in different.values() for change in changed]
+    # Changes that add or remove tensors other than weights, or change their dtype.
+    of_state = [
+        key
+        for key, *values in every
+        if key in OF_STATE
+        or key.endswith(".rule")
+        or (key == "moe.global_aux_loss" and 0.0 in values)
+    ]
     if any(change.key == "weights" for change in every):
         todo = "the weights do not fit this model: set another run.dir"
-    elif any(change.of_state for change in every):
+    elif of_state:
         todo = f"the checkpoint cannot be loaded: {new_run(checkpoint, pc)}"
     else:
         todo = f"to continue anyway, set checkpoint.allow_change=[{', '.join(different)}]"
@@ -314,11 +296,6 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change
         before, after = saved.get(key, "absent"), now.get(key, "absent")
         if before != after:
             yield Change(key, before, after)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:12]}..."
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
@@ -363,7 +340,11 @@ class Start:
         For rank 0 only. Call this after all checks that can abort the run.
         """
         if self.resume == "none":
-            start_over(run_dir)
+            folder = Path(run_dir) / checkpoints.FOLDER
+            if folder.is_dir() and any(folder.iterdir()):
+                moved = free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
+                folder.rename(moved)
+                print(f"starting over; moved earlier checkpoints to {moved}", flush=True)
             return
         if names := checkpoints.sweep(run_dir):
             print(f"removed {len(names)} unfinished checkpoints: {', '.join(names)}", flush=True)
@@ -441,15 +422,6 @@ def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
     return there[::-1]
 
 
-def start_over(run_dir: str | Path) -> None:
-    """Move all checkpoints in the run folder to a new folder."""
-    folder = Path(run_dir) / checkpoints.FOLDER
-    if folder.is_dir() and any(folder.iterdir()):
-        aside = free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
-        folder.rename(aside)
-        print(f"starting over; moved earlier checkpoints to {aside}", flush=True)
-
-
 def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[str]) -> None:
     saved = saved_identity(info)
     if saved["model"]["weights"] != now["model"]["weights"]:  # the weights cannot be loaded
@@ -471,12 +443,6 @@ def check_content(info: CheckpointInfo) -> None:
         sentences = found_by_any(find(info, share))
         if sentences:
             raise BrokenCheckpointError("; ".join(sentences))
-
-
-def run_id(meta: Mapping[str, Any]) -> str:
-    """Return the run's id: the id in `meta`, or a new id if `meta` is empty. All ranks get the same
-    id."""
-    return str(meta["run_id"]) if meta else first_rank(lambda: secrets.token_hex(4))
 
 
 def tracker_id(start: CheckpointInfo | None, run_dir: str, run: str) -> str:

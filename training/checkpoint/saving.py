@@ -142,7 +142,10 @@ class Saver:
             if self._problem is None and not self._gathered:
                 return self._pending.poll(timeout)
             if self._problem is None and self._sealing is not None:
-                return _result(self._sealing, timeout) is not None
+                wait([self._sealing], timeout)
+                if not self._sealing.done():
+                    return False
+                self._sealing.result()  # raises the error of a failed save
         except WriterError as error:
             self._problem = error
         return True
@@ -168,8 +171,16 @@ class Saver:
                 self.fail()
             else:
                 self.advance()
-        if self._retiring is not None:
-            self._wait_for_removal(self._retiring)
+        removal = self._retiring
+        if removal is not None:
+            # A removal that takes longer than `SLOW` seconds must not hold up training.
+            wait([removal], 0 if self._removal_is_slow else SLOW)
+            if removal.done():
+                removal.result()
+                self._retiring = None
+            elif not self._removal_is_slow:
+                self._say_slow("older checkpoints are not removed", SLOW)
+            self._removal_is_slow = not removal.done()
 
     def _say_slow(self, text: str, seconds: float) -> None:
         text = f"{text} after waiting for {seconds:.0f} s"
@@ -222,17 +233,6 @@ class Saver:
             checkpoints.retire(
                 self.config.run.dir, keep_last=keep.keep_last, keep_every=keep.keep_every
             )
-
-    def _wait_for_removal(self, removal: Future[None]) -> None:
-        """Wait up to `SLOW` seconds, once, for a removal to finish. A removal that takes longer
-        continues in the background, because it must not hold up training."""
-        wait([removal], 0 if self._removal_is_slow else SLOW)
-        if removal.done():
-            removal.result()
-            self._retiring = None
-        elif not self._removal_is_slow:
-            self._say_slow("older checkpoints are not removed", SLOW)
-        self._removal_is_slow = not removal.done()
 
     def fail(self) -> None:
         """Retry a failed save on every rank, with the same state.
@@ -301,12 +301,6 @@ def _in_background(call: Callable[[], Result], *, daemon: bool = False) -> Futur
 
     Thread(target=run, daemon=daemon).start()
     return future
-
-
-def _result(future: Future[Result], timeout: float) -> Result | None:
-    """Return the result of a future, or None if it is not ready after `timeout` seconds."""
-    wait([future], timeout)
-    return future.result() if future.done() else None
 
 
 def rng_state() -> dict[str, Any]:
