@@ -72,19 +72,14 @@ def phase_uses(config: Config) -> list[PhaseUse]:
     return uses
 
 
-def set_sizes(config: Config) -> dict[str, int]:
-    """Return the number of tokens per epoch for each set that has a manifest, by name."""
-    sizes, length = {}, config.train.sequence_length
+def data_table(config: Config) -> str:
+    """Return a table of each set's shares, tokens and epochs, with a note on repeated sets."""
+    uses, tokens, length = phase_uses(config), Counter[str](), config.train.sequence_length
+    sizes = {}  # tokens per epoch
     for name, each in {} if config.data.mock else config.data.train.items():
         if (manifest := manifest_of(each.path)) is not None:
             sizes[name] = (manifest.sets[Path(each.path).name].tokens - 1) // length * length
-    return sizes
-
-
-def data_table(config: Config) -> str:
-    """Return a table of each set's shares, tokens and epochs, with a note on repeated sets."""
-    uses, sizes, tokens = phase_uses(config), set_sizes(config), Counter[str]()
-    parts = [use.tokens(config.train.sequence_length) for use in uses]
+    parts = [use.tokens(length) for use in uses]
     for part in parts:
         tokens.update(part)
     epochs = {name: tokens[name] / size for name, size in sizes.items() if size and name in tokens}

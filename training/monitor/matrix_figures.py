@@ -168,24 +168,20 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     `previous` contains the gradients of the previous step; if None, the alignment is omitted.
     """
     sums = of_matrices(gradient)
+    if is_known(gradient):
+        nuclear_rank = measures.nuclear_rank_of(sums.singular_values())
+    else:  # a decomposition would cause a host sync, so use only matmuls
+        square = sums.mean_square() * sums.entries
+        nuclear_rank = measures.ratio(measures.nuclear_norm(gradient).double().square(), square)
     figures = {
         "gradient_rms": sums.rms(),
-        "gradient_nuclear_rank": _nuclear_rank(gradient, sums),
+        "gradient_nuclear_rank": nuclear_rank,
         "gradient_stable_rank": measures.stable_rank_of_gram(sums.gram),
     }
     if previous is not None:
         blocks = zip(split(gradient), split(previous), strict=True)
         figures["gradient_alignment"] = cosine((a.double(), b.double()) for a, b in blocks)
     return figures
-
-
-def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
-    """Compute the nuclear ranks `[units]`. If a decomposition would cause a host sync, use only
-    matmuls."""
-    if is_known(gradient):
-        return measures.nuclear_rank_of(sums.singular_values())
-    square = sums.mean_square() * sums.entries
-    return measures.ratio(measures.nuclear_norm(gradient).double().square(), square)
 
 
 def noise_figures(products: Tensor, what: str) -> Figures:
@@ -318,23 +314,7 @@ def is_figure(name: str, value: Any) -> bool:
     return name not in ("role", "layer", *QUANTILE_NAMES) and _finite(value)
 
 
-def role_means(records: Iterable[Record]) -> dict[str, float]:
-    """Return the metrics `monitor/<metric>/<role>`: the mean of each metric over all units of the
-    role that have this metric."""
-    return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
-
-
-def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """Average each metric over the matrices in each layer. Return the averages by layer and
-    metric."""
-    layers: dict[str, dict[str, float]] = {}
-    inside = [record for record in records if record["layer"] is not None]
-    for (layer, name), value in _means(inside, "layer"):
-        layers.setdefault(str(layer), {})[name] = value
-    return layers
-
-
-def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str], float]]:
+def means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str], float]]:
     """Return a ((value of `key`, metric), mean) pair for every metric and every value of `key`."""
     values: dict[tuple[Any, str], list[float]] = {}
     for record in records:

@@ -70,7 +70,16 @@ class LayerSampling:
     def __init__(self, config: Config, interval: int) -> None:
         self.interval = interval
         self.count = config.model.layers
-        together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
+        sizes = {  # of the Gram matrices of all inputs, in bytes
+            (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
+            for unit in all_units(config.model, **unit_options(config))
+            if unit.is_matrix and unit.layer is not None
+        }
+        layers: Counter[int | None] = Counter()
+        for (layer, _), size in sizes.items():
+            layers[layer] += size
+        largest = max(layers.values())
+        together = max(1, int(config.monitors.activation_gib * 2**30 // largest))
         # Number of monitored steps it takes to measure all layers.
         self.rounds = -(-self.count // together)
 
@@ -78,20 +87,6 @@ class LayerSampling:
         """Return the layers to measure in monitored step `step`."""
         part = step // self.interval % self.rounds
         return [layer for layer in range(self.count) if layer % self.rounds == part]
-
-
-def largest_layer(config: Config) -> int:
-    """Return the size in bytes of the Gram matrices of a layer's inputs, for the layer where it is
-    largest."""
-    sizes = {
-        (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
-        for unit in all_units(config.model, **unit_options(config))
-        if unit.is_matrix and unit.layer is not None
-    }
-    layers: Counter[int | None] = Counter()
-    for (layer, _), size in sizes.items():
-        layers[layer] += size
-    return max(layers.values())
 
 
 class Monitors:
@@ -134,7 +129,12 @@ class Monitors:
     @cached_property
     def unit_gather(self) -> UnitGather:
         """Assignment of units to the ranks that inspect them, planned on first use."""
-        return UnitGather(self.optimizer, inspected_elements(self.config.monitors))
+        section = self.config.monitors
+        # Each rank gathers and stacks the weights, the gradients and the gradients of the previous
+        # step, and later the weights before each compared step and after the last one.
+        arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
+        elements = int(section.inspection_gib * 2**30 // (2 * 4 * arrays))
+        return UnitGather(self.optimizer, elements)
 
     def forget(self) -> None:
         """Drop the tensors kept from earlier steps, e.g. after a rewind."""
@@ -169,9 +169,13 @@ class Monitors:
             self.watch.stop()
             self.inputs, self.blocks = self.watch.inputs(), self.watch.blocks()
             self.watch = None
-        if self.samples is not None:
-            self._inspect_noise(self.samples)
-            self.samples = None
+        if self.samples is not None and self.samples.count >= 2:
+            units = {unit.name: unit for unit in self.model.units}
+            for name, products in self.samples.products().items():
+                measured = figures.noise_figures(products[None], "gradient")
+                measured["noise_samples"] = torch.full((1,), float(self.samples.count))
+                self._keep([units[name]], measured)
+        self.samples = None
         if self.chosen:
             self._inspect_gradients_and_weights()
             self.inputs = {}
@@ -182,14 +186,21 @@ class Monitors:
 
     @torch.no_grad()
     def after_step(self, factor: float, active: Tensor) -> None:
-        """Measure updates after the optimizer step.
+        """Record the metrics reported by the rules, and measure updates after the optimizer step.
 
         `factor` is the learning rate divided by its peak. `active` is True if the step was taken,
         and False if it was skipped.
         """
         self.history.end(factor, active)
         if self.due(self.step):
-            self._take_reports()
+            for batch in self.optimizer.stacks:
+                measured = {
+                    REPORTED.get(name, f"rule_{name}"): figure.double()
+                    for name, figure in batch.report.items()
+                }
+                if "radius" in measured:
+                    measured["retraction_bias"] = measured["tracked_norm"] / measured["radius"] - 1
+                self._keep(batch.units, measured)
             if self.chosen & {"updates", "noise", "spectra"}:
                 self._inspect_updates()
             if "spectra" in self.chosen:
@@ -204,31 +215,33 @@ class Monitors:
         """
         if not self.due(step):
             return {}, {}
-        units, blocks = self._gather()
-        if self.groups.rank > 0:
-            return {}, {}
-        line = {
-            "tokens": tokens,
-            "units": units,
-            "blocks": blocks,
-            "layers": figures.layer_means(units.values()),
-        }
-        return line, summary(units, blocks)
-
-    def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
-        """Return the records of all units and blocks on rank 0, and {} and {} on other ranks."""
         maxvio = self.experts.violations()
         gathered = on_first((self.records, self.blocks), self.groups.host)
+        if self.groups.rank > 0:
+            return {}, {}
         units: dict[str, Record] = {}
         blocks: dict[str, dict[str, float]] = {}
         for records, parts in gathered:
             for name, record in records.items():
                 units.setdefault(name, {}).update(record)
             blocks |= parts
-        for layer, value in maxvio.items() if self.groups.rank == 0 else ():
+        for layer, value in maxvio.items():
             blocks.setdefault(str(layer), {})["maxvio"] = value
         figures.pair(units)
-        return units, blocks
+        every = list(units.values())
+        layers: dict[str, dict[str, float]] = {}
+        inside = [record for record in every if record["layer"] is not None]
+        for (layer, name), value in figures.means(inside, "layer"):
+            layers.setdefault(str(layer), {})[name] = value
+        line = {"tokens": tokens, "units": units, "blocks": blocks, "layers": layers}
+        roles = figures.means(every, "role")
+        matrix = {r["role"] for r in every if group_of(r["role"]) == "matrix"} - set(ROUTERS)
+        aggregates = {
+            **{f"monitor/{name}/{role}": value for (role, name), value in roles},
+            **figures.global_figures(every, matrix),
+            **figures.block_extremes(blocks),
+        }
+        return line, aggregates
 
     def _inspect_gradients_and_weights(self) -> None:
         arrays: dict[str, Shards] = {}
@@ -254,15 +267,6 @@ class Monitors:
                 self._keep(inspection.units, measured)
         if "weights" in self.chosen:
             self._inspect_pc()
-
-    def _inspect_noise(self, samples: GradientSamples) -> None:
-        if samples.count < 2:
-            return
-        units = {unit.name: unit for unit in self.model.units}
-        for name, products in samples.products().items():
-            measured = figures.noise_figures(products[None], "gradient")
-            measured["noise_samples"] = torch.full((1,), float(samples.count))
-            self._keep([units[name]], measured)
 
     def _keep_inputs(self, inspection: Inspection) -> None:
         """Record metrics of the weights' inputs and of the outputs of gate and up."""
@@ -347,17 +351,6 @@ class Monitors:
             if lr > 0 and not self._assign(unit).rule.whole_matrix:  # such rules report nothing
                 self.records[unit.name]["update_rms"] = applied / lr
 
-    def _take_reports(self) -> None:
-        """Record the metrics reported by the rules for this step."""
-        for batch in self.optimizer.stacks:
-            measured = {
-                REPORTED.get(name, f"rule_{name}"): figure.double()
-                for name, figure in batch.report.items()
-            }
-            if "radius" in measured:
-                measured["retraction_bias"] = measured["tracked_norm"] / measured["radius"] - 1
-            self._keep(batch.units, measured)
-
     def _keep(
         self, units: list[Unit], measured: Figures, effective: Set[str] = frozenset()
     ) -> None:
@@ -378,25 +371,3 @@ def steps_compared(section: MonitorsConfig) -> int:
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)
-
-
-def inspected_elements(section: MonitorsConfig) -> int:
-    """Return the maximum number of matrix elements to inspect at once. A larger matrix is inspected
-    on its own.
-
-    A rank gathers and stacks the weights, the gradients and the gradients of the previous step.
-    Later, it gathers and stacks the weights before each compared step and after the last one.
-    """
-    arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
-    return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))
-
-
-def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Aggregate the records into metrics."""
-    records = list(units.values())
-    matrix = {r["role"] for r in records if group_of(r["role"]) == "matrix"} - set(ROUTERS)
-    return {
-        **figures.role_means(records),
-        **figures.global_figures(records, matrix),
-        **figures.block_extremes(blocks),
-    }

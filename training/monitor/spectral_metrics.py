@@ -46,23 +46,19 @@ class Refusals:
         """Count the refusals in a step, without a host sync."""
         counts = dict(self.optimizer.refused())
         names = set(self._names)
-        self._add_names([name for name in counts if name not in names])
+        added = [name for name in counts if name not in names]
+        if added:  # nearly all units are added in the first step
+            self._names += added
+            more = self._none.new_zeros(len(added))
+            self._new, self._streak, self._longest = (
+                torch.cat([counted, more]) for counted in (self._new, self._streak, self._longest)
+            )
         if not self._names:
             return
         refused = torch.stack([counts.get(name, self._none) for name in self._names])
         self._streak = (self._streak + 1) * (refused > 0)
         self._new = self._new + refused
         self._longest = torch.maximum(self._longest, self._streak)
-
-    def _add_names(self, names: list[str]) -> None:
-        """Start counting refusals for more units; nearly all units are added in the first step."""
-        if not names:
-            return
-        self._names += names
-        more = self._none.new_zeros(len(names))
-        self._new, self._streak, self._longest = (
-            torch.cat([counts, more]) for counts in (self._new, self._streak, self._longest)
-        )
 
     def summary(self) -> dict[str, float]:
         """Return the metrics and start a new report. Waits for the device and all ranks.
@@ -137,19 +133,15 @@ class SpectralMetrics:
         """Return the metrics of solves, refusals and PC layers. Waits for the device and all ranks.
 
         spectral/unconverged  number of missed solves since the start of the run
-        """
-        self._unconverged += over_ranks(self.optimizer, self._missed)
-        self._missed.zero_()
-        rules = {"spectral/unconverged": self._unconverged} | self.refusals.summary()
-        return rules | (self._preconditioned() if self.preconditioned else {})
-
-    def _preconditioned(self) -> dict[str, float]:
-        """Return the metrics of PC layers.
-
         pc/domain/max      largest normalised singular value; the polynomials are fitted on [0, 1.1]
         pc/domain/outside  number of corrections in logged steps so far, for units outside [0, 1.1]
         pc/gamma/min, max  smallest and largest gamma over all units
         """
+        self._unconverged += over_ranks(self.optimizer, self._missed)
+        self._missed.zero_()
+        rules = {"spectral/unconverged": self._unconverged} | self.refusals.summary()
+        if not self.preconditioned:
+            return rules
         seen, gammas = self.optimizer.guard_pc()
         floor = seen.new_full((1,), -math.inf)
         maxima = torch.stack([torch.cat([floor, each]).max() for each in (seen, gammas, -gammas)])
@@ -159,7 +151,7 @@ class SpectralMetrics:
         all_reduce_(outside, None, comm_volume, "metrics")
         most, gamma_max, gamma_min = maxima.tolist()
         self._outside += round(outside.item())
-        return {
+        return rules | {
             "pc/domain/max": most,
             "pc/domain/outside": self._outside,
             "pc/gamma/min": -gamma_min,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.observe.unit_gather import Inspection, Snapshot, UnitGather, weights
+from parallel.observe.unit_gather import Snapshot, UnitGather, weights
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 
@@ -82,7 +82,9 @@ class UpdateHistory:
         for inspection in unit_gather.inspections(shards):
             plain = [i for i, unit in enumerate(inspection.units) if self.assign(unit).pc is None]
             if plain:
-                matrices = self._chosen(inspection, plain)
+                matrices = [inspection.matrices[key] for key in shards]
+                if len(plain) < len(inspection.units):
+                    matrices = [each[plain] for each in matrices]
                 yield self._of([inspection.units[i] for i in plain], matrices, factors)
                 matrices.clear()
         for batch in self.optimizer.materialized:
@@ -94,11 +96,6 @@ class UpdateHistory:
     def learning_rate(self, unit: Unit) -> float:
         """Return a unit's learning rate in the last step."""
         return self.assign(unit).lr * float(self.moments[-1].factor)
-
-    def _chosen(self, inspection: Inspection, indices: list[int]) -> list[Tensor]:
-        whole = len(indices) == len(inspection.units)
-        matrices = [inspection.matrices[str(i)] for i in range(len(self.moments) + 1)]
-        return matrices if whole else [each[indices] for each in matrices]
 
     def _of(
         self, units: list[Unit], matrices: Sequence[Tensor], factors: Sequence[float]

@@ -122,7 +122,12 @@ def monitored_seconds(config: Config, shape: StepShape) -> float:
     inspected = [inspection_seconds(config, shape, unit, rounds) for unit in units]
     if "weights" in groups:
         matrices = grouped(units, lambda unit: (unit.parameter, unit.role)).values()
-        inspected += [whole_seconds(shape, parts) for parts in matrices if len(parts) > 1]
+        for parts in matrices:
+            if len(parts) > 1:
+                rows, cols = sum(unit.shape[0] for unit in parts), parts[0].shape[1]
+                short, long = min(rows, cols), max(rows, cols)
+                gram = product_seconds(shape.device, "fp64", short, long, short)
+                inspected.append(gram + EIGEN_ROW * short)
     # Each matrix is inspected by a single rank, so the busiest rank may inspect one matrix more
     # than the mean.
     seconds = sum(inspected) / ranks + max(inspected) * (1 - 1 / ranks)
@@ -159,14 +164,6 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
         gated = unit.role.endswith(("gate", "up"))
         seconds += (top(cols) + gated * outputs) / rounds
     return seconds
-
-
-def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
-    """Return the time in seconds to compute the singular values of a whole matrix that consists of
-    the rows of the units `parts`."""
-    rows, cols = sum(unit.shape[0] for unit in parts), parts[0].shape[1]
-    short, long = min(rows, cols), max(rows, cols)
-    return product_seconds(shape.device, "fp64", short, long, short) + EIGEN_ROW * short
 
 
 def input_seconds(shape: StepShape, units: list[Unit]) -> float:

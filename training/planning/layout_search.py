@@ -156,9 +156,16 @@ BEST: Final = 10
 def best_layouts(layouts: Layouts) -> list[Variant]:
     """Return the `BEST` fastest layouts that fit, from fastest to slowest. Each layout has the
     micro-batch size, recomputation and loss chunk with which it is fastest."""
+    flops = layouts.owned_flops()
+    bounds: list[tuple[float, Changes]] = []
+    with progress(lambda: f"comparing lower bounds: {len(bounds):,} layouts may fit so far"):
+        for changes in legal_layouts(layouts):
+            shape = layouts.shape(changes)
+            if fits_at_best(shape, layouts.device.room):
+                bounds.append((least_seconds(shape, flops), changes))
+    ordered = sorted(bounds, key=lambda each: each[0])
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
-    ordered = by_bound(layouts)
     tried = 0
     print(f"planning up to {len(ordered):,} layouts, the most promising first", file=sys.stderr)
     with progress(lambda: f"planning layout {tried:,} of {len(ordered):,}"):
@@ -176,19 +183,6 @@ def best_layouts(layouts: Layouts) -> list[Variant]:
             seconds = nsmallest(BEST, (each.seconds for each in best.values()))
             slowest = seconds[-1] if len(seconds) == BEST else math.inf
     return nsmallest(BEST, best.values(), key=lambda each: each.seconds)
-
-
-def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
-    """Return (lower bound on the step time in seconds, changes) pairs, one for each layout that may
-    fit, sorted by bound."""
-    flops = layouts.owned_flops()
-    bounds: list[tuple[float, Changes]] = []
-    with progress(lambda: f"comparing lower bounds: {len(bounds):,} layouts may fit so far"):
-        for changes in legal_layouts(layouts):
-            shape = layouts.shape(changes)
-            if fits_at_best(shape, layouts.device.room):
-                bounds.append((least_seconds(shape, flops), changes))
-    return sorted(bounds, key=lambda each: each[0])
 
 
 def legal_layouts(layouts: Layouts) -> Iterator[Changes]:

@@ -4,7 +4,7 @@ devices, they find the cheapest changes that make it fit."""
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,20 @@ def own_gpus(config: Config) -> int:
 
 def remedies(layouts: Layouts) -> list[Variant]:
     """Return the variants of a run that save memory by a single change, sorted by step time."""
-    before = layouts.plan({}).memory.total
+    config, before = layouts.config, layouts.plan({}).memory.total
+    train, parallel, model = config.train, config.parallel, config.model
+    candidates: list[Changes] = []
+    if train.loss_chunk is None and model.padded_vocab // parallel.tensor > LOSS_CHUNK:
+        candidates.append({"train.loss_chunk": LOSS_CHUNK})
+    for level in LEVELS[LEVELS.index(train.recompute) + 1 :]:
+        candidates.append({"train.recompute": level})
+    smaller = [n for n in legal_micro_batches(config, layouts.gpus) if n < train.micro_batch]
+    for size in sorted(smaller, reverse=True)[:2]:
+        candidates.append({"train.micro_batch": size})
+    for key in ("tensor", "pipeline", "expert"):
+        candidates.append({f"parallel.{key}": 2 * getattr(parallel, key)})
     variants: list[Variant] = []
-    for changes in _candidates(layouts):
+    for changes in candidates:
         if layouts.legal(changes) and layouts.sound(changes):
             planned = layouts.plan(changes)
             if planned.memory.total < before:
@@ -155,20 +166,6 @@ def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
         if planned.fits:
             return Variant(changes, planned)
     return None
-
-
-def _candidates(layouts: Layouts) -> Iterator[Changes]:
-    config = layouts.config
-    train, parallel, model = config.train, config.parallel, config.model
-    if train.loss_chunk is None and model.padded_vocab // parallel.tensor > LOSS_CHUNK:
-        yield {"train.loss_chunk": LOSS_CHUNK}
-    for level in LEVELS[LEVELS.index(train.recompute) + 1 :]:
-        yield {"train.recompute": level}
-    smaller = [n for n in legal_micro_batches(config, layouts.gpus) if n < train.micro_batch]
-    for size in sorted(smaller, reverse=True)[:2]:
-        yield {"train.micro_batch": size}
-    for key in ("tensor", "pipeline", "expert"):
-        yield {f"parallel.{key}": 2 * getattr(parallel, key)}
 
 
 def remedy_table(layouts: Layouts, planned: Plan) -> str:

@@ -1,6 +1,6 @@
 """Format the plan of a run as text, with one row per kind of unit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from typing import Any, Final
@@ -9,7 +9,6 @@ from models.families import model_size
 from parallel.optimizer.routing import Route
 from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.planner import Plan, element_state_bytes, pc_bytes, state_of_matrix
-from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import rule_seconds
 from spectral.batching import grouped
 from spectral.rules import RULES
@@ -57,6 +56,11 @@ def run_table(config: Config, planned: Plan) -> str:
     size = model_size(config.model, length)
     microbatches = train.global_batch // (train.micro_batch * planned.data // parallel.context)
     total = train.samples() * train.sequence_length
+    ramp = []
+    *stages, _ = batch_seconds(config, planned)
+    for i, (each, seconds) in enumerate(stages):
+        text = f"{each.batch} sequences in the {each.steps:,} steps after step {each.first:,}, "
+        ramp.append(("" if i else "batch ramp", f"{text}{seconds:.4g} s each"))
     rows = [
         ("parameters", f"{size.parameters:,}, {size.active_parameters:,} per token"),
         ("device", f"{planned.device.name}, {layout(config, planned.gpus)}"),
@@ -65,7 +69,7 @@ def run_table(config: Config, planned: Plan) -> str:
             f"{train.global_batch} sequences of {train.sequence_length}: {microbatches} "
             f"micro-batches of {train.micro_batch} per rank, {planned.tokens:,} tokens",
         ),
-        *ramp_rows(config, planned),
+        *ramp,
         (
             "whole run",
             f"{train.steps:,} steps, {total:,} tokens, {size.flops_per_token:.4g} FLOPs per token, "
@@ -86,14 +90,6 @@ def run_table(config: Config, planned: Plan) -> str:
         text = f"attention costs as much as if all documents had {length:,.0f} tokens ({whose})"
         rows.append(("documents", text))
     return table(("", ""), rows)
-
-
-def ramp_rows(config: Config, planned: Plan) -> Iterator[tuple[str, str]]:
-    """Yield a row for each stage of the batch ramp."""
-    *stages, _ = batch_seconds(config, planned)
-    for i, (each, seconds) in enumerate(stages):
-        text = f"{each.batch} sequences in the {each.steps:,} steps after step {each.first:,}, "
-        yield "" if i else "batch ramp", f"{text}{seconds:.4g} s each"
 
 
 MEMORY: Final = {
@@ -174,6 +170,13 @@ def time_table(config: Config, planned: Plan) -> str:
     }
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
     shape = step_shape(config, planned.gpus, planned.device)
+    busiest = max(planned.stages, key=lambda stage: stage.load_max)
+    wait = rule_seconds(shape, busiest.load_max - busiest.load_mean)
+    share = wait / time.total
+    uneven = (
+        f"ranks wait {wait:.3g} s ({share:.1%} of the step) for the busiest rank, which has "
+        f"{busiest.imbalance:.2f} times the mean load, because matrices are not divided"
+    )
     hours = run_hours(config, planned)
     names = sorted({route.rule for route in config_routes(config)})
     uncounted = [name for name in names if not RULES[name].costs_are_counted()]
@@ -184,7 +187,7 @@ def time_table(config: Config, planned: Plan) -> str:
             f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.1%} of "
             f"{planned.peak_flops / 1e12:,.0f} TFLOP/s",
         ),
-        *(("uneven", text) for text in unevenness(planned, shape)),
+        *([("uneven", uneven)] if share > UNEVEN else []),
         ("monitors", planned_cost(config, planned).up_to(config.train.last)),
         *(("tasks", text) for text in [task_cost(config, planned)] if text is not None),
         (
@@ -195,19 +198,6 @@ def time_table(config: Config, planned: Plan) -> str:
         *(("not counted", UNCOUNTED.format(name)) for name in uncounted),
     ]
     return table(("", ""), rows)
-
-
-def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
-    """If ranks wait for the busiest rank's update rules for more than 1% of the step time, yield a
-    line that states the waiting time."""
-    busiest = max(planned.stages, key=lambda stage: stage.load_max)
-    seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
-    share = seconds / planned.time.total
-    if share > UNEVEN:
-        yield (
-            f"ranks wait {seconds:.3g} s ({share:.1%} of the step) for the busiest rank, which has "
-            f"{busiest.imbalance:.2f} times the mean load, because matrices are not divided"
-        )
 
 
 def verdict(planned: Plan) -> str:
@@ -262,15 +252,11 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)
-    return where(routes), f"{len(routes):,}", " to ".join(ends), f"{elements:,}"
-
-
-def where(routes: Sequence[Route]) -> str:
-    """Describe the units by their role and their first and last layers."""
     parts = [route.unit.split(".") for route in routes]
     layers = [int(each[1]) for each in parts if each[0] == "layers"]
     role = routes[0].role
-    return f"{role}, layers {min(layers)} to {max(layers)}" if layers else role
+    where = f"{role}, layers {min(layers)} to {max(layers)}" if layers else role
+    return where, f"{len(routes):,}", " to ".join(ends), f"{elements:,}"
 
 
 def checkpoint_bytes(config: Config) -> int:

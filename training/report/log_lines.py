@@ -111,13 +111,17 @@ def read_lines(path: Path) -> LogLines:
     log = LogLines()
     complete = read_regular(path).split(b"\n")[:-1] if os.path.lexists(path) else ()
     for number, raw in enumerate(complete, start=1):
-        line = _line(raw)
-        if line is None:
-            log.damaged += 1
-        else:
+        try:
+            line = parse_json(raw)
+            json.dumps(line, allow_nan=False)  # NaN is not valid JSON, and runs never write it
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and type(line.get("step")) is int:
             log.lines.append(line)
             log.raw.append(raw + b"\n")
             log.numbers.append(number)
+        else:
+            log.damaged += 1
     return log
 
 
@@ -141,17 +145,6 @@ def drop_unfinished_line(path: Path) -> None:
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
         os.truncate(path, complete)
-
-
-def _line(raw: bytes) -> dict[str, Any] | None:
-    """Parse a line, or return None if it is damaged."""
-    try:
-        content = parse_json(raw)
-        json.dumps(content, allow_nan=False)  # NaN is not valid JSON, and runs never write it
-    except ValueError:
-        return None
-    step = content.get("step") if isinstance(content, dict) else None
-    return content if type(step) is int else None
 
 
 class MetricsWriter(LogFile):

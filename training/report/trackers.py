@@ -54,17 +54,11 @@ class WandbTracker:
         # Substitutes for the package may lack this property.
         offline = os.environ.get("WANDB_MODE") == "offline" or getattr(self.run, "offline", False)
         if offline and step > 0:
-            self.log_again(config.run.dir, step)
-
-    def log_again(self, folder: str, last: int) -> None:
-        """Log the steps up to `last` again, reading their metrics from the run folder."""
-        print(
-            f"wandb is offline: also writing steps up to {last} to wandb's new folder",
-            flush=True,
-        )
-        for line in read_metrics(folder):
-            if line["step"] <= last:
-                self.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+            text = f"wandb is offline: also writing steps up to {step} to wandb's new folder"
+            print(text, flush=True)
+            for line in read_metrics(config.run.dir):
+                if line["step"] <= step:
+                    self.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Log the metrics of `step` that are not None."""
