@@ -1,23 +1,18 @@
 """Training loop: steps, logging, validation, checkpoints, stops and rewinds."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import profiler
 
 from spectral.ieee_products import ieee_products
-from training.data.order import SetCount
-from training.data.validation_data import ValidationData
 from training.evaluation import Interrupted, evaluate, score, tokens_of_a_pass
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import collect
 from training.nonfinite import NonFiniteError
 from training.step import StepResult, Trainer
 from training.step_profile import StepProfile
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,12 @@ class Loop:
         """Train until the last step or until a stop is requested, then save."""
         trainer, lifecycle, profile = self.trainer, self.hooks.lifecycle, self.hooks.profile
         trainer.pace.restart(trainer.progress)
-        last, validation = self.config.train.last, self.report_unreported()
+        last = self.config.train.last
+        # Report the metrics of the last step that the run did not report because it was stopped.
+        validation: dict[str, float] | None = {}
+        unreported, trainer.progress.unreported = trainer.progress.unreported, {}
+        if unreported.pop("due", False):
+            validation = self.validate_and_report(unreported)
         while trainer.progress.step < last and validation is not None:
             validation = self.step_and_report()
             if lifecycle is not None and lifecycle.due(trainer.progress.step):
@@ -128,8 +128,16 @@ class Loop:
             with trainer.pace.pause():
                 hooks.profile.after(step)
         collect(step)
-        if trainer.data.at(step).blend is not mixture.blend:
-            self.begin_phase(mixture.read(progress.sample))
+        following = trainer.data.at(step)
+        if following.blend is not mixture.blend:
+            read = mixture.read(progress.sample)
+            progress.phase = following.phase_after(progress.sample, read)
+            trainer.read_on()
+            shares = ", ".join(
+                f"{name} {share:.1%} ({progress.phase.tokens(name):,} tokens read before)"
+                for name, share in following.shares.items()
+            )
+            hooks.note("data", step, f"data from step {step + 1:,} on: {shares}")
         trainer.guard.record(step, samples, result.active)
         trainer.spectral.record(result.active)
         hooks.on_step(step, result)
@@ -138,18 +146,6 @@ class Loop:
         with ieee_products():
             metrics = self.due_figures(step, samples, result)
         return self.validate_and_report(metrics)
-
-    def begin_phase(self, read: Mapping[str, SetCount]) -> None:
-        """Switch to the next mixture. `read` contains the per-set counts so far."""
-        trainer, progress = self.trainer, self.trainer.progress
-        mixture = trainer.data.at(progress.step)
-        progress.phase = mixture.phase_after(progress.sample, read)
-        trainer.read_on()
-        shares = ", ".join(
-            f"{name} {share:.1%} ({progress.phase.tokens(name):,} tokens read before)"
-            for name, share in mixture.shares.items()
-        )
-        self.hooks.note("data", progress.step, f"data from step {progress.step + 1:,} on: {shares}")
 
     def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
@@ -177,13 +173,6 @@ class Loop:
             metrics |= trainer.penalty.metrics(result.loss.item())
         return metrics
 
-    def report_unreported(self) -> dict[str, float] | None:
-        """Report the metrics that the run did not report because it was stopped. See
-        `validate_and_report`."""
-        progress = self.trainer.progress
-        metrics, progress.unreported = progress.unreported, {}
-        return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
-
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
         """Validate if due, report `metrics`, and return the validation metrics. Return {} if no
         validation was due, and None if a stop request interrupted it."""
@@ -193,15 +182,17 @@ class Loop:
         samples: dict[str, str] = {}
         try:
             if trainer.validation and self.due(config.validation.interval, step):
-                validation = self.paused(self.evaluate)
+                with trainer.pace.pause(), profiler.record_function("validation"):
+                    validation = self.evaluate()
             if trainer.tasks and self.due(config.tasks.interval, step):
-                scores = self.paused(self.score)
+                with trainer.pace.pause(), profiler.record_function("validation"):
+                    scores = self.score()
         except Interrupted:
             trainer.progress.unreported = {**metrics, "due": True}
             return None
         if trainer.sampler is not None and self.due(config.validation.samples_interval, step):
-            sample = trainer.sampler.sample
-            samples = self.paused(lambda: sample(trainer.model, trainer.groups, self.beat))
+            with trainer.pace.pause(), profiler.record_function("validation"):
+                samples = trainer.sampler.sample(trainer.model, trainer.groups, self.beat)
         if metrics or validation or scores or samples:
             seen = {"progress/tokens": trainer.progress.tokens}
             self.hooks.report({**metrics, **validation, **scores, **samples, **seen}, step)
@@ -236,12 +227,6 @@ class Loop:
             stop=self.stop_now,
         )
 
-    def paused(self, measure: Callable[[], Result]) -> Result:
-        """Call `measure` and return its result. The time it takes does not count toward the step
-        time."""
-        with self.trainer.pace.pause(), profiler.record_function("validation"):
-            return measure()
-
     def stop_now(self) -> bool:
         """Return whether a stop was requested on any rank. Collective."""
         return self.hooks.lifecycle is not None and self.hooks.lifecycle.stop_now()
@@ -250,14 +235,3 @@ class Loop:
         """Send a heartbeat to the watchdog, if any."""
         if self.hooks.lifecycle is not None:
             self.hooks.lifecycle.watchdog.beat(self.trainer.progress.step)
-
-
-def unigram_comparison(
-    validation: Sequence[ValidationData], metrics: dict[str, float]
-) -> list[tuple[str, float, float]]:
-    """Return a (name, validation loss, unigram entropy) triple for each set. Loss and entropy are
-    in nats per token."""
-    return [
-        (each.name, metrics.get(f"val/{each.name}/loss", math.nan), each.set.unigram_entropy())
-        for each in validation
-    ]

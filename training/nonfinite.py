@@ -92,7 +92,15 @@ class NonFiniteGuard:
             self.skipped += 1
             self._in_a_row.append((step, first))
             if len(self._in_a_row) > self.limit:
-                raise self._error(end)
+                began, sample = self._in_a_row[0]
+                spike = ", or the loss was a spike," if self.spikes else ""
+                raise NonFiniteError(
+                    f"the loss or gradient was not finite{spike} in "
+                    f"steps {began} to {step} (samples {sample} to {end - 1}): more than "
+                    f"train.max_skipped_steps = {self.limit} consecutive steps",
+                    began,
+                    (sample, end),
+                )
 
     def check_unit(self, name: str, streak: int, step: int, samples: tuple[int, int]) -> None:
         """Raise NonFiniteError if more than `limit` consecutive updates of a unit were skipped.
@@ -121,13 +129,3 @@ class NonFiniteGuard:
         self.skipped = state["skipped"]
         self._in_a_row = [(step, sample) for step, sample in state["in_a_row"]]
         self._pending.clear()
-
-    def _error(self, end: int) -> NonFiniteError:
-        (first, sample), (last, _) = self._in_a_row[0], self._in_a_row[-1]
-        return NonFiniteError(
-            f"the loss or gradient was not finite{', or the loss was a spike,' * self.spikes} in "
-            f"steps {first} to {last} (samples {sample} to {end - 1}): more than "
-            f"train.max_skipped_steps = {self.limit} consecutive steps",
-            first,
-            (sample, end),
-        )

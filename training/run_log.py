@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from parallel.optimizer.routing import Route
 from training.config import Config, to_yaml
 from training.config.schedule import TrainConfig
 from training.data.order import Counts, Progress, SetUse, TrainingData, repeats
+from training.data.validation_data import ValidationData
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.console import console_line, next_commands, sample_lines, validation_lines
@@ -185,13 +187,10 @@ class RunLog:
         self.events.close()
         self.trackers.close()
 
-    def conclude(
-        self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]], resume: str
-    ) -> None:
+    def conclude(self, outcome: Outcome, validation: Sequence[ValidationData], resume: str) -> None:
         """Print the outcome of the run, and mark it as done if it reached its last step.
 
-        `comparison` contains the name, loss and unigram entropy of each validation set. `resume` is
-        the option with which the run was started.
+        `resume` is the option with which the run was started.
         """
         steps, folder = self.config.train.steps, self.config.run.dir
         for text in self.trackers.dropped:
@@ -204,9 +203,11 @@ class RunLog:
                 advice = "the run was not saved, because checkpoint.interval is 0"
             self.note("stopped", outcome.step, f"{text}; {advice}")
             return
-        for name, loss, entropy in comparison:
+        for each in validation:
+            loss = outcome.validation.get(f"val/{each.name}/loss", math.nan)
+            entropy = each.set.unigram_entropy()
             verdict = "below" if loss < entropy else "not yet below"
-            print(f"val/{name}/loss {loss:.4f} is {verdict} its unigram entropy {entropy:.4f}")
+            print(f"val/{each.name}/loss {loss:.4f} is {verdict} its unigram entropy {entropy:.4f}")
         mark_done(folder, outcome.step >= steps)
         text = f"done: step {outcome.step} of {steps}, output in {folder}"
         self.note("done", outcome.step, text)

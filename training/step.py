@@ -202,6 +202,7 @@ class Trainer:
         factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
         groups = groups_of(self.config.model)
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
+        counts = self.read() if self.config.data.phases else {}
         return {
             "train/loss": result.loss.item(),
             **({} if result.z_loss is None else {"train/z_loss": result.z_loss.item()}),
@@ -211,7 +212,7 @@ class Trainer:
             "optim/skipped_steps": self.guard.skipped,
             **self.spectral.summary(),
             **self.experts.metrics(self.microbatches),
-            **self.set_tokens(),
+            **{f"data/{name}/tokens": count.tokens for name, count in counts.items()},
         }
 
     def checkpoint(self) -> dict[str, Any]:
@@ -231,12 +232,6 @@ class Trainer:
                 "spectral": self.spectral.state(),
             },
         }
-
-    def set_tokens(self) -> dict[str, int]:
-        """Return the number of tokens read from each set so far, or {} without data phases."""
-        if not self.config.data.phases:
-            return {}
-        return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
 
     def read(self) -> dict[str, SetCount]:
         """Return the numbers of samples and tokens that the run has read from each set."""
@@ -300,7 +295,7 @@ class GramPenalty:
         self, section: GramPenaltyConfig, config: Config, optimizer: DistributedOptimizer
     ) -> None:
         self.optimizer = optimizer
-        self.horizon = section.last_step(config.train.steps)
+        self.horizon = max(1, round(section.horizon * config.train.steps))  # last active step
         self.log_interval = config.log.interval
         self.last = config.train.last
         self._figures: PenaltyFigures | None = None

@@ -87,7 +87,13 @@ class StepProfile:
             return
         with self._failing():
             if self._session is None:
-                self._start()
+                activities = [profiler.ProfilerActivity.CPU]
+                activities += [profiler.ProfilerActivity.CUDA] * self.cuda
+                if self.section.memory:
+                    torch.cuda.memory._record_memory_history(max_entries=LARGEST_HISTORY)
+                session = profiler.profile(activities=activities, record_shapes=True)
+                session.start()
+                self._session = session
             self._taken = self._taken or step
             self._span = profiler.record_function(f"step {step}")
             self._span.__enter__()
@@ -118,15 +124,6 @@ class StepProfile:
                 session.stop()
             self._forget_allocations()
             print(f"warning: no profile of rank {self.rank}: the run failed", flush=True)
-
-    def _start(self) -> None:
-        activities = [profiler.ProfilerActivity.CPU]
-        activities += [profiler.ProfilerActivity.CUDA] * self.cuda
-        if self.section.memory:
-            torch.cuda.memory._record_memory_history(max_entries=LARGEST_HISTORY)
-        session = profiler.profile(activities=activities, record_shapes=True)
-        session.start()
-        self._session = session
 
     def _write(self, step: int) -> None:
         session, self._session = self._session, None

@@ -109,12 +109,7 @@ class StopRequests:
     """Stop requests on this rank. Requests other than signals are only checked on rank 0."""
 
     def __init__(
-        self,
-        run_dir: str | Path,
-        config: StopConfig,
-        *,
-        first: bool,
-        interrupts: Interrupts | None,
+        self, run_dir: str | Path, config: StopConfig, *, first: bool, interrupts: Interrupts | None
     ) -> None:
         """If `first` is true, this rank checks for the STOP file and the time limit. `interrupts`
         handles Ctrl-C."""
@@ -167,12 +162,6 @@ class StopRequests:
         if self.first and self.deadline is not None and time.time() >= self.deadline:
             return 1
         return 0
-
-    def obeyed(self) -> None:
-        """Remove the STOP file, so that the run can be resumed later."""
-        if self.first:
-            with Aid(f"{STOP} could not be removed, but later starts will ignore it"):
-                self.stop_file.unlink(missing_ok=True)
 
 
 P = ParamSpec("P")
@@ -256,7 +245,7 @@ class Lifecycle:
         self.saver.begin(meta)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
-        """Save the last step unless it is already saved, and clear the stop request.
+        """Save the last step unless it is already saved, and remove the STOP file.
 
         Raises CheckpointError if the state contains non-finite values. If the state is finite,
         raises this rank's deferred error, if there is one.
@@ -270,8 +259,9 @@ class Lifecycle:
                 raise CheckpointError(
                     f"the last step, {meta['step']}, could not be saved: its state is not finite"
                 )
-        if self.stopping:
-            self.stops.obeyed()
+        if self.stopping and self.stops.first:
+            with Aid(f"{STOP} could not be removed, but later starts will ignore it"):
+                self.stops.stop_file.unlink(missing_ok=True)
         if self.stops.error is not None:
             raise self.stops.error
 

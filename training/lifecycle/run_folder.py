@@ -103,24 +103,20 @@ class HeldFolder:
     def check(self) -> None:
         """Raise FolderError if the folder was moved, or if someone removed this run's lock file and
         another run has created a new one."""
-        if not self._is_there():
+        try:
+            there = os.path.samestat(os.stat(self.path), os.fstat(self._folder))
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        except OSError:  # continue if the disk is unavailable
+            there = True
+        if not there:
             raise FolderError(
                 f"run.dir {self.path} was moved or removed while the run was using it, so the run "
                 "can no longer save checkpoints"
             )
-        with contextlib.suppress(OSError):  # continue if the disk is unavailable
+        with contextlib.suppress(OSError):
             if self._lock_number() not in (None, self._lock):
                 raise FolderError(f"run.dir {self.path} lost its lock and is used by another run")
-
-    def _is_there(self) -> bool:
-        """Return whether the folder is still at its path. Return True if the disk is
-        unavailable."""
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._folder))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            return True
 
     def _lock_number(self) -> int | None:
         """Return the lock file's inode number, or None if the file is missing. The lock file must

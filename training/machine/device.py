@@ -122,16 +122,13 @@ def nvidia_devices() -> Iterator[str]:
         yield from nodes
         return
     for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
-        kind = {name: _first_line(device / name) for name in ("vendor", "class")}
-        if kind["vendor"] == NVIDIA and kind["class"].startswith(DISPLAY):
+        try:
+            vendor = (device / "vendor").read_text(encoding="utf-8").strip()
+            kind = (device / "class").read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        if vendor == NVIDIA and kind.startswith(DISPLAY):
             yield device.name
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 @contextlib.contextmanager

@@ -15,13 +15,7 @@ from parallel.comm.groups import Groups, initialize, world_size
 from training.config import Config
 from training.config.yaml_files import flat
 from training.errors import ConfigError, InputError
-from training.machine.device import (
-    ROOT,
-    allow_open_files,
-    device_type,
-    library_versions,
-    prepare,
-)
+from training.machine.device import ROOT, allow_open_files, device_type, library_versions, prepare
 
 FOLDERS: Final = ("spectral", "models", "parallel", "training")
 """Folders whose files must be identical on all ranks."""
@@ -38,13 +32,20 @@ def start_groups(config: Config, **options: str) -> Groups:
     `parallel.comm.groups.shutdown`.
 
     Raises RanksDifferError if ranks differ in settings, `options`, code or versions. Raises
-    CollectiveError if not all ranks start within `parallel.timeout_seconds`. Also raises the
-    ConfigError of `check_launcher`, `check_restarts` and `allow_open_files`.
+    CollectiveError if not all ranks start within `parallel.timeout_seconds`. Raises ConfigError if
+    this process is one of several ranks but MASTER_ADDR is missing, so that it cannot reach the
+    others. Also raises the ConfigError of `check_restarts` and `allow_open_files`.
     """
-    check_launcher()
+    if world_size() > 1 and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE = {world_size()} requires MASTER_ADDR, which is not set: launch with "
+            "torchrun or --ranks, or unset WORLD_SIZE to train on one rank"
+        )
     check_restarts()
     allow_open_files()
-    facts = {**dict(flat(asdict(config))), **options, **program()}
+    facts = {**dict(flat(asdict(config))), **options}
+    facts |= {f"code of {name}": source_hash(ROOT / name) for name in FOLDERS}
+    facts |= {f"version of {name}": version for name, version in library_versions().items()}
     prepare(config)
     ranks = f"all {world_size()} ranks (WORLD_SIZE)"
     where = f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -72,16 +73,6 @@ def start_groups(config: Config, **options: str) -> Groups:
         waiting.cancel()
 
 
-def check_launcher() -> None:
-    """Raise ConfigError if this process is one of several ranks but MASTER_ADDR is missing, so that
-    it cannot reach the others."""
-    if world_size() > 1 and "MASTER_ADDR" not in os.environ:
-        raise ConfigError(
-            f"WORLD_SIZE = {world_size()} requires MASTER_ADDR, which is not set: launch with "
-            "torchrun or --ranks, or unset WORLD_SIZE to train on one rank"
-        )
-
-
 def check_restarts() -> None:
     """Raise ConfigError if torchrun may restart ranks on multiple nodes that share a store.
 
@@ -95,12 +86,6 @@ def check_restarts() -> None:
             "--max-restarts on several nodes, got "
             f"{os.environ.get('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', 'nothing')}"
         )
-
-
-def program() -> dict[str, Any]:
-    """Return a source hash for each package, and the library versions."""
-    facts: dict[str, Any] = {f"code of {name}": source_hash(ROOT / name) for name in FOLDERS}
-    return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
 def source_hash(folder: Path) -> str:
