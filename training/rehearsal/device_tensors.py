@@ -1,7 +1,7 @@
 """Device tensors with shapes but no values. Host tensors are real."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,18 +13,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parallel.plan.devices import Work
-from training.rehearsal.operations import (
-    arguments,
-    flops_of,
-    kernels_of,
-    kind_of,
-    moved_bytes,
-    operands_of,
-    share_of,
-    tensors_in,
-    waiting_of,
-)
+from training.rehearsal.operations import arguments, kind_of, tensors_in, work_of
 from training.rehearsal.program import put
 from training.rehearsal.trace import Launch, Trace
 
@@ -45,14 +34,6 @@ def efficient_attention_backward(
     if bias is not None:
         raise NotImplementedError("attention with a bias on the scores cannot be rehearsed")
     return (*(torch.empty_like(x) for x in (query, key, value)), query.new_empty(()))
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in host memory that is only allocated on first access, so that device-to-host
-    copies that are never read take no memory.
-    """
-    kind = "c" if dtype.is_complex else "u"
-    return torch.from_numpy(np.zeros(tuple(shape), f"{kind}{dtype.itemsize}")).view(dtype)
 
 
 def value_of(dtype: torch.dtype) -> Any:
@@ -102,13 +83,6 @@ class DeviceTensors(FakeTensorMode):
         """Values of integer tensors that were copied to the device. FLOPs depend on some of them,
         such as document lengths."""
         self._inside = False
-        self._handled: dict[OpOverload, Callable[..., Any]] = {
-            aten._local_scalar_dense.default: self._scalar,
-            aten.equal.default: self._equal,
-            aten._linalg_check_errors.default: self._check_errors,
-            aten._to_copy.default: self._to_copy,
-            aten.copy_.default: self._copy,
-        }
         # Skip device initialisation.
         put(fake_tensor, "init_gpu_context", lambda device: None)
 
@@ -119,11 +93,28 @@ class DeviceTensors(FakeTensorMode):
         kwargs = dict(kwargs or {})
         if self._inside:
             return super().dispatch(func, types, args, kwargs)
-        if not isinstance(func, OpOverload) or not self._of_device(args, kwargs):
-            return self._of_host(func, args, kwargs)
-        handler = self._handled.get(func)
-        if handler is not None:
-            result = handler(func, types, args, kwargs)
+        device = kwargs.get("device")
+        of_device = device is not None and torch.device(device).type == "cuda"
+        of_device = of_device or any(
+            isinstance(x, FakeTensor) for x in tensors_in((*args, *kwargs.values()))
+        )
+        if not isinstance(func, OpOverload) or not of_device:
+            pinned = kwargs.pop("pin_memory", False)
+            result = func(*args, **kwargs)
+            return self.pinned.pin(result) if pinned else result
+        if func is aten._local_scalar_dense.default:
+            self._read("item", args[0])
+            return value_of(args[0].dtype)
+        if func is aten.equal.default:
+            self._read("equal", *(x for x in args if isinstance(x, FakeTensor)))
+            return args[0].shape == args[1].shape
+        if func is aten._linalg_check_errors.default:
+            info, name = args
+            self._read(name, info)
+            return None
+        if func in (aten._to_copy.default, aten.copy_.default):
+            copy = self._to_copy if func is aten._to_copy.default else self._copy
+            result = copy(func, types, args, kwargs)
             if result is not NotImplemented:
                 return result
         return self._traced(func, types, args, kwargs)
@@ -139,12 +130,6 @@ class DeviceTensors(FakeTensorMode):
         finally:
             self._inside, self.trace.muted = before
 
-    def _of_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on host tensors. Memory to be pinned is only recorded as pinned."""
-        if not kwargs.pop("pin_memory", False):
-            return func(*args, **kwargs)
-        return self.pinned.pin(func(*args, **kwargs))
-
     def install(self) -> None:
         """Until this process exits, replace the tensor methods that bypass the dispatcher."""
 
@@ -158,16 +143,6 @@ class DeviceTensors(FakeTensorMode):
         put(FakeTensor, "tolist", tolist)
         put(Tensor, "pin_memory", lambda tensor, *_: self.pinned.pin(tensor))
         put(Tensor, "is_pinned", lambda tensor, *_: self.pinned.holds(tensor))
-
-    def _of_device(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            return True
-        return any(
-            isinstance(x, FakeTensor)
-            for value in (*args, *kwargs.values())
-            for x in tensors_in(value)
-        )
 
     def _traced(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
@@ -184,14 +159,12 @@ class DeviceTensors(FakeTensorMode):
         reads = [x for x in reads if isinstance(x, FakeTensor)]
         writes += [x for x in results if not any(x is w for w in writes)]
         values = [self.integers.get(x, x) if isinstance(x, FakeTensor) else x for x in args]
-        flops, operands = flops_of(func, values, kwargs, out), operands_of(func, reads)
-        share = share_of(self.trace.device, func, operands, reads) if flops else None
-        size = moved_bytes(kind, reads, writes)
-        waiting = waiting_of(func, reads)
-        work = Work(size, flops, operands, share, kernels_of(kind, args), waiting)
+        work = work_of(
+            self.trace.device, func, kind, values, kwargs, reads=reads, writes=writes, out=out
+        )
         fakes = [x for x in writes if isinstance(x, FakeTensor)]
         self.trace.launch(Launch(kind.name, reads, fakes, work))
-        if waiting:
+        if work.waiting:
             self.trace.read(kind.name)
         return out
 
@@ -204,18 +177,6 @@ class DeviceTensors(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs)
         finally:
             self._inside = False
-
-    def _scalar(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        self._read("item", args[0])
-        return value_of(args[0].dtype)
-
-    def _equal(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> bool:
-        self._read("equal", *(x for x in args if isinstance(x, FakeTensor)))
-        return args[0].shape == args[1].shape
-
-    def _check_errors(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> None:
-        info, name = args
-        self._read(name, info)
 
     def _to_copy(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
         source, device = args[0], kwargs.get("device")
@@ -230,7 +191,11 @@ class DeviceTensors(FakeTensorMode):
             return NotImplemented
         # Copies into PyTorch's pinned memory do not block the host.
         self._to_host(source, waits=not later)
-        copy = zeros(source.shape, kwargs.get("dtype") or source.dtype)
+        # Memory of zeros is only allocated on first access, so an unread copy takes none.
+        dtype = kwargs.get("dtype") or source.dtype
+        kind = "c" if dtype.is_complex else "u"
+        bits = np.zeros(tuple(source.shape), f"{kind}{dtype.itemsize}")
+        copy = torch.from_numpy(bits).view(dtype)
         return self.pinned.pin(copy) if later else copy
 
     def _copy(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:

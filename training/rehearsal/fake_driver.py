@@ -40,17 +40,12 @@ def load() -> None:
 
 def built() -> Path:
     """Return the path of the compiled library. If the library does not exist, compile it first."""
-    library = cache() / f"guard-{key()}.so"
+    facts = "".join([version("torch"), str(torch_folder()), *FLAGS])
+    key = hashlib.sha256(SOURCE.read_bytes() + facts.encode()).hexdigest()[:16]
+    library = cache() / f"guard-{key}.so"
     if not library.exists():
         _compile(library)
     return library
-
-
-def key() -> str:
-    """Return a hash of the library's source, the version and folder of torch, and the compiler
-    flags."""
-    facts = "".join([version("torch"), str(torch_folder()), *FLAGS])
-    return hashlib.sha256(SOURCE.read_bytes() + facts.encode()).hexdigest()[:16]
 
 
 def cache() -> Path:
@@ -63,17 +58,11 @@ def cache() -> Path:
     for folder in (home / "spectrain", Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"):
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if is_private(folder):
+            facts = folder.lstat()  # a link is no folder
+            private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+            if stat.S_ISDIR(facts.st_mode) and private and os.access(folder, os.W_OK):
                 return folder
     return Path(tempfile.mkdtemp(prefix="spectrain-"))
-
-
-def is_private(folder: Path) -> bool:
-    """Return whether a path is a folder (not a link) that is owned by this user and not writable by
-    others."""
-    facts = folder.lstat()
-    private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
-    return stat.S_ISDIR(facts.st_mode) and private and os.access(folder, os.W_OK)
 
 
 def torch_folder() -> Path:
@@ -83,28 +72,20 @@ def torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def compiler() -> str:
-    """Return the C++ compiler: environment variable CXX if set, otherwise g++.
-
-    Raises GuardError if the compiler does not exist.
-    """
-    name = os.environ.get("CXX") or "g++"
-    if shutil.which(name) is None:
-        raise GuardError(
-            f"the first rehearsal requires a C++ compiler, but {name} does not exist: install g++ "
-            "(apt-get install g++), or set CXX to another compiler"
-        )
-    return name
-
-
 def _compile(library: Path) -> None:
     """Compile the source, then move the result to `library` atomically."""
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise GuardError(
+            f"the first rehearsal requires a C++ compiler, but {compiler} does not exist: install "
+            "g++ (apt-get install g++), or set CXX to another compiler"
+        )
     torch = torch_folder()
     headers = [torch / "include", torch / "include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         target = Path(folder) / library.name
         command = [
-            compiler(), *FLAGS, *(f"-I{path}" for path in headers), str(SOURCE), "-o", str(target),
+            compiler, *FLAGS, *(f"-I{path}" for path in headers), str(SOURCE), "-o", str(target),
             f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)

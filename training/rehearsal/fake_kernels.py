@@ -52,7 +52,10 @@ def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> Non
     install_fused(trace, mode)
     install_triton(trace, compiled=compiled)
     if has_liger():
-        install_liger(trace)
+        made = ("EXP_ptr", "pred_ptr", "sum_exp_ptr")
+        for part, names in (("forward", {"made": made}), ("backward", {"changed": ("EXP_ptr",)})):
+            name = f"liger_vocab_parallel_ce_{part}_kernel"
+            put(liger_kernels(), name, Kernel(trace, name, **names))
     install_experts(trace)
     put(nn.Module, "to", moved)
 
@@ -140,7 +143,7 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     A fused function reads its arguments once and writes its results once. The function's backward
     pass reads the saved arguments and the gradients of the results, and writes the gradients of the
     arguments. Gains are among these arguments, because inductor reduces over rows and over columns
-    in the same kernel. The backward pass reads the tensors from `read_again` a second time.
+    in the same kernel.
     """
 
     class Fused(torch.autograd.Function):
@@ -165,8 +168,12 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
             differentiated = [x for x, need in zip(arguments, needed, strict=True) if need]
             made = {id(x): torch.empty_like(x) for x in differentiated}
             reads = [*(g for g in gradients if g is not None), *ctx.saved_tensors]
-            if is_gated(ctx.fused.function):
-                reads += read_again(reads[0], reads[1])
+            function = ctx.fused.function
+            if any(a.gated and function in (a.block, a.scaled) for a in ACTIVATIONS.values()):
+                # To concatenate the gradients of the gate and up projections, inductor reads the
+                # gradient of the result `[..., d]` and the gate, the first half of `[..., 2 d]`,
+                # a second time.
+                reads += [reads[0], reads[1].chunk(2, -1)[0]]
             trace.launch(Launch.moving(f"{ctx.fused.name}_backward", reads, list(made.values())))
             return None, *(
                 made[id(x)] if need else None for x, need in zip(arguments, needed, strict=True)
@@ -203,22 +210,6 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     put(F, "rms_norm", rms_norm)
 
 
-def is_gated(function: Callable[..., Any]) -> bool:
-    """Return whether a function is a gated activation, with or without a scale."""
-    gated = [a for a in ACTIVATIONS.values() if a.gated]
-    return any(function in (a.block, a.scaled) for a in gated)
-
-
-def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
-    """Return the tensors that inductor reads twice in the backward pass of a gated activation.
-
-    When inductor concatenates the gradients of the gate and up projections, it reads two tensors
-    again: `gradient` `[..., d]`, the gradient of the result, and the gate, which is the first half
-    of `wide` `[..., 2 d]`.
-    """
-    return [gradient, wide.chunk(2, -1)[0]]
-
-
 def install_experts(trace: Trace) -> None:
     """Until this process exits, make MoE layers route the same number of rows to every expert.
 
@@ -229,7 +220,8 @@ def install_experts(trace: Trace) -> None:
         trace.read("rows of each expert")
         order, experts = dispatcher.order, dispatcher.config.num_moe_experts
         assert order is not None and experts is not None
-        each = shares(len(order), experts)
+        rows = len(order)
+        each = [rows // experts + (i < rows % experts) for i in range(experts)]
         local, parts = dispatcher.local, dispatcher.tp_size
         if dispatcher.ranks == 1:
             return [[each]]
@@ -238,11 +230,6 @@ def install_experts(trace: Trace) -> None:
         return [outgoing, [rows_of_rank] * dispatcher.ranks]
 
     put(SortedDispatcher, "counts_on_host", counts_on_host)
-
-
-def shares(total: int, parts: int) -> list[int]:
-    """Split `total` into a sum of `parts` integers that differ by at most one."""
-    return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
@@ -330,11 +317,3 @@ class Kernel:
 def liger_kernels() -> ModuleType:
     """Import and return liger-kernel's loss module. The import takes seconds."""
     return importlib.import_module("liger_kernel.ops.vocab_parallel_cross_entropy")
-
-
-def install_liger(trace: Trace) -> None:
-    """Until this process exits, record launches of the kernels of liger-kernel's loss."""
-    made = ("EXP_ptr", "pred_ptr", "sum_exp_ptr")
-    for part, names in (("forward", {"made": made}), ("backward", {"changed": ("EXP_ptr",)})):
-        name = f"liger_vocab_parallel_ce_{part}_kernel"
-        put(liger_kernels(), name, Kernel(trace, name, **names))

@@ -113,8 +113,10 @@ def _of_group(
         texts = {r: _described(call) for r, call in zip(sequences, together, strict=True)}
         other = next((r for r in texts if texts[r] != texts[first]), None)
         if other is not None:
+            shown = ", ".join(map(str, members[:8]))
+            more = f" and {len(members) - 8} more" if len(members) > 8 else ""
             yield (
-                f"collective {number} of group {channel} (ranks {_shown(members)}) is "
+                f"collective {number} of group {channel} (ranks {shown}{more}) is "
                 f"{_placed(together[0])} on rank {first} and "
                 f"{_placed(together[members.index(other)])} on rank {other}"
             )
@@ -178,8 +180,3 @@ def _placed(call: Call | None) -> str:
 
 def _kinds(batch: Sequence[Call]) -> str:
     return " and ".join(map(_described, batch)) or "nothing"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -14,6 +14,7 @@ from parallel.plan.devices import (
     ATTENTION,
     EIGEN_ROW,
     Device,
+    Work,
     factor_share,
     product_share,
     varying_share,
@@ -132,15 +133,6 @@ def arguments(
     return reads, writes
 
 
-def moved_bytes(kind: Kind, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
-    """Return the number of bytes that an operation moves if it reads each argument once and writes
-    each result once."""
-    written = sum(size_of(x) for x in writes)
-    if kind.name in GATHERS:
-        return 2 * written + sum(size_of(x) for x in reads[1:])
-    return written + sum(size_of(x) for x in reads)
-
-
 IN_PLACE: Final = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
@@ -162,6 +154,35 @@ EIGENVALUES: Final = (
 )  # fmt: skip
 """Eigenvalue and singular value decompositions, which process columns sequentially and are followed
 by a host-side error check."""
+
+
+def work_of(
+    device: Device,
+    function: OpOverload,
+    kind: Kind,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+    out: Any,
+) -> Work:
+    """Return the work of an operation that reads each of `reads` once and writes each of `writes`
+    once. `out` is its result."""
+    packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
+    multiplied = reads[-2:] if packet in PRODUCTS else reads
+    operands = next((OPERANDS[x.dtype] for x in multiplied if x.dtype in OPERANDS), "fp32")
+    written = sum(size_of(x) for x in writes)
+    if kind.name in GATHERS:
+        read = written + sum(size_of(x) for x in reads[1:])
+    else:
+        read = sum(size_of(x) for x in reads)
+    flops = flops_of(function, args, kwargs, out)
+    share = share_of(device, function, operands, reads) if flops else None
+    waiting = 0.0
+    if packet in EIGENVALUES:  # processes columns sequentially
+        waiting = EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])
+    return Work(written + read, flops, operands, share, kernels_of(kind, args), waiting)
 
 
 def share_of(
@@ -192,14 +213,6 @@ def share_of(
     return None
 
 
-def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
-    """Return the time in seconds of an eigenvalue or singular value decomposition, which processes
-    columns sequentially. Return 0 for other operations."""
-    if function.overloadpacket not in EIGENVALUES:
-        return 0.0
-    return EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])
-
-
 def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
     """Return the FLOPs of an operation with matmuls, or 0 for other operations."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
@@ -218,15 +231,6 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
     # Fused kernels skip the masked half of the scores.
     part = 0.5 if packet in CAUSAL or function.namespace == VARYING else 1.0
     return 0.0 if formula is None else part * float(formula(*args, **kwargs, out_val=out))
-
-
-def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
-    """Return the operand dtype of an operation, as a key of `Device.peak`."""
-    packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
-    for tensor in reads[-2:] if packet in PRODUCTS else reads:
-        if tensor.dtype in OPERANDS:
-            return OPERANDS[tensor.dtype]
-    return "fp32"
 
 
 def kernels_of(kind: Kind, args: Sequence[Any]) -> int:

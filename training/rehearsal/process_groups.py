@@ -90,7 +90,13 @@ class RehearsedGroup(ProcessGroup):
         return self._gather(piece, parts, sum(part.numel() for part in parts), opts)
 
     def all_gather_single(self, output: Tensor, piece: Tensor, opts: Any) -> Work:
-        return self._gather(piece, others(output, piece), output.numel(), opts)
+        writes = [output]
+        shared = output.untyped_storage()._cdata == piece.untyped_storage()._cdata
+        if shared and output.is_contiguous():  # `piece` is a slice of `output`
+            flat = output.view(-1)
+            first = piece.storage_offset() - output.storage_offset()
+            writes = [flat[:first], flat[first + piece.numel() :]]
+        return self._gather(piece, writes, output.numel(), opts)
 
     def _gather(self, piece: Tensor, writes: Sequence[Tensor], numel: int, opts: Any) -> Work:
         size = piece.nbytes * (self.size() - 1)
@@ -124,10 +130,6 @@ class RehearsedGroup(ProcessGroup):
         source = {"peer": self.ranks[peer], "numel": tensors[0].numel(), "size": 0}
         return self._run("receive", [], tensors, None, **source)
 
-    @property
-    def _of_device(self) -> bool:
-        return dist.get_backend(self) == "nccl"
-
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
         """Return the number of elements of `tensor` sent to, or received from, each rank. `rows` is
         the number of rows of `tensor` for each rank; if it is empty, elements are split evenly."""
@@ -143,10 +145,10 @@ class RehearsedGroup(ProcessGroup):
         self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], opts: Any, **call: Any
     ) -> Work:
         """Record a collective. `call` holds the remaining fields of its `Call`."""
-        on_device, tensors = self._of_device, [*reads, *writes]
+        backend, tensors = dist.get_backend(self), [*reads, *writes]
+        on_device = backend == "nccl"
         for tensor in tensors:
             if tensor.is_cuda != on_device:
-                backend = dist.get_backend(self)
                 raise BackendError(
                     f"{kind} over {backend} does not support tensors on {tensor.device}"
                 )
@@ -192,17 +194,6 @@ def operation(reduction: Any) -> str:
     """Return the name of a reduction operation."""
     kinds = dist.ReduceOp.RedOpType.__members__.items()
     return next(name for name, kind in kinds if reduction == kind)
-
-
-def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
-    """Return the parts of `whole` that a gather writes: all of `whole` or, if `piece` is a slice of
-    it, all but `piece`."""
-    same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
-    if not same or not whole.is_contiguous():
-        return [whole]
-    flat = whole.view(-1)
-    first = piece.storage_offset() - whole.storage_offset()
-    return [flat[:first], flat[first + piece.numel() :]]
 
 
 def install(trace: Trace, world: int) -> None:
@@ -272,26 +263,22 @@ def _install_exchanges(trace: Trace) -> None:
         note("broadcast_object_list")
         return call()
 
+    real_stage = StatePlanner.stage
+
+    def stage(planner: StatePlanner, *arguments: Any) -> SavePlan:
+        """Copy the state, but return an empty plan, for which no writer process is started."""
+        real_stage(planner, *arguments)
+        planner.index = Metadata({})  # every rehearsed rank writes the file
+        return SavePlan([])
+
     for module in (dist, c10d):
         for function in (all_gather_object, gather_object, broadcast_object_list):
             put(module, function.__name__, function)
     replace_everywhere(state_writer.first_rank, first_rank)
     # Skip the check that the ranks together write all tensors.
     put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
-    put(StatePlanner, "stage", _without_files(StatePlanner.stage))
+    put(StatePlanner, "stage", stage)
     # Skip the check that the ranks together request all tensors of a checkpoint.
     replace_everywhere(check_fits, lambda *_, **__: None)
     # Skip metrics that combine matrices inspected on different ranks.
     put(figures, "pair", lambda units: None)
-
-
-def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
-    """Wrap `stage` so that it copies the state but returns an empty plan, for which no writer
-    process is started."""
-
-    def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
-        real(self, *arguments)
-        self.index = Metadata({})  # every rehearsed rank writes the file
-        return SavePlan([])
-
-    return stage

@@ -6,7 +6,7 @@ The rehearsal runs the config for a few steps. The last step includes all period
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from models import initialize as initial_weights
-from models.units import Unit
 from parallel.comm import groups
 from parallel.plan.devices import Device
 from spectral.kernels.dispatch import has_triton
@@ -61,7 +60,11 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
     microbatches = train.global_batch // (train.micro_batch * data)
     enough = 3 * parallel.pipeline if parallel.pipeline > 1 else MICROBATCHES
     rehearsed = min(microbatches, enough)
-    due = last_step(config)
+    # The last step is monitored. At least one plain step and, with a CUDA graph, one replay come
+    # before it.
+    compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
+    graph = 4 if config.optimizer.distributed.cuda_graph else 0
+    due = max(PLAIN_STEP + 1, compared + 1, graph)
     changes = {
         "run.dir": str(folder / "run"),
         "data.workers": 0,
@@ -101,14 +104,6 @@ def with_known_kernels(config: Config) -> Config:
         train = replace(train, fused_loss=None)
     # PyTorch's attention kernel has the same bytes and FLOPs, and requires no package.
     return replace(config, train=train, model=replace(config.model, attention_kernel="auto"))
-
-
-def last_step(config: Config) -> int:
-    """Return the last step of a rehearsal, which is monitored. At least one plain step and, with a
-    CUDA graph, one replay come before this step."""
-    compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
-    graph = 4 if config.optimizer.distributed.cuda_graph else 0
-    return max(PLAIN_STEP + 1, compared + 1, graph)
 
 
 @dataclass(frozen=True)
@@ -191,7 +186,9 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     process_groups.install(trace, world)
     fake_kernels.install(trace, mode, compiled=compiled)
     # The copy of initial weights to the device affects the report, but their values do not.
-    replace_everywhere(initial_weights.draws, undrawn)
+    replace_everywhere(
+        initial_weights.draws, lambda units, *_, **__: (torch.empty(unit.shape) for unit in units)
+    )
     return mode
 
 
@@ -219,11 +216,6 @@ def place_in_run(trace: Trace, rehearsed: Scenario) -> str:
         chunks = rehearsed.config.parallel.virtual_pipeline
         text += f", forward pass {passes} of {rehearsed.rehearsed * chunks}"
     return text
-
-
-def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]:
-    """Return uninitialised weights for `units`."""
-    return (torch.empty(unit.shape) for unit in units)
 
 
 def error_with_line(error: BaseException) -> str:

@@ -195,7 +195,20 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
 
 def report_text(report: Report) -> str:
     """Format the report as text: a table of phases, memory, time, host syncs, and a verdict."""
-    rows = [row(name, counts) for name, counts in report.phases.items()]
+    rows = [
+        (
+            name,
+            gib(counts.peak_memory_bytes),
+            f"{counts.launches:,}",
+            f"{counts.triton_launches:,}",
+            f"{counts.collectives:,}",
+            f"{counts.collective_bytes / 2**20:,.1f}",
+            f"{counts.host_reads.total():,}",
+            f"{counts.synchronizations.total():,}",
+            f"{1e3 * counts.modelled_seconds:,.1f}",
+        )
+        for name, counts in report.phases.items()
+    ]
     lines = [
         f"rehearsed rank {listed(report.ranks)} of {report.gpus} on {report.device.name}",
         table(HEADER, rows, numbers=True),
@@ -232,21 +245,6 @@ HEADER: Final = (
     "phase", "GiB", "launches", "Triton's", "collectives", "MiB sent", "host reads",
     "synchronizations", "ms",
 )  # fmt: skip
-
-
-def row(name: str, counts: Counts) -> tuple[str, ...]:
-    """Return the table row for a phase."""
-    return (
-        name,
-        gib(counts.peak_memory_bytes),
-        f"{counts.launches:,}",
-        f"{counts.triton_launches:,}",
-        f"{counts.collectives:,}",
-        f"{counts.collective_bytes / 2**20:,.1f}",
-        f"{counts.host_reads.total():,}",
-        f"{counts.synchronizations.total():,}",
-        f"{1e3 * counts.modelled_seconds:,.1f}",
-    )
 
 
 def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:

@@ -192,11 +192,8 @@ class Allocations:
         subtract it when the storage is freed. `stream` is the current stream."""
         storage = tensor.untyped_storage()
         number = storage._cdata
-        if number not in self._known:
-            self._count(number, storage, stream)
-        return number
-
-    def _count(self, number: int, storage: torch.UntypedStorage, stream: int) -> None:
+        if number in self._known:
+            return number
         size = -(-storage.nbytes() // ROUNDING) * ROUNDING
 
         def gone(_: object) -> None:
@@ -211,6 +208,7 @@ class Allocations:
         self._in_pool[stream] += size
         self.pools[stream] = max(self.pools[stream], self._in_pool[stream])
         self._order.allocate(number, stream)
+        return number
 
 
 @dataclass(frozen=True)
@@ -391,12 +389,11 @@ class Trace:
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
         """Return the byte range of each nonempty tensor, from its first to its last byte, including
         gaps."""
-        return [part for x in tensors if (part := self._part(x)) is not None]
-
-    def _part(self, tensor: Tensor) -> Part | None:
-        storage = self.memory.storage(tensor, self.stream)
-        if tensor.numel() == 0:
-            return None
-        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        first, size = int(tensor.storage_offset()), tensor.element_size()
-        return Part(storage, first * size, (first + extent) * size)
+        parts = []
+        for x in tensors:
+            storage = self.memory.storage(x, self.stream)
+            if x.numel():
+                extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+                first, size = int(x.storage_offset()), x.element_size()
+                parts.append(Part(storage, first * size, (first + extent) * size))
+        return parts
