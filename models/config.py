@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from math import log, sqrt
+from math import sqrt
 from typing import Annotated, Final, Literal
 
 import torch
@@ -190,13 +190,6 @@ class RopeScalingConfig(Section):
         yield "high_freq_factor", self.kind == "llama3" and (high or low + 1) <= low, rule
         slow = self.beta_slow
         yield "beta_fast", self.beta_fast <= slow, f"must be above beta_slow = {slow}"
-
-    @property
-    def turned_scale(self) -> float:
-        """Multiplier for rotated queries and keys."""
-        if self.kind != "yarn":
-            return 1.0
-        return self.attention_factor or 0.1 * log(self.factor) + 1.0
 
 
 class ModelConfig(Section):

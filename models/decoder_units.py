@@ -13,7 +13,6 @@ from models.units import (
     Unit,
     gated_mlp_units,
     matrix_unit,
-    mlp_units,
     vector_unit,
 )
 
@@ -105,34 +104,26 @@ def latent_attention_units(
     are two more. Since every head has its own keys, the values group and head of `split.qkv_units`
     are equivalent. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
-    latent, hidden, prefix = model.latent, model.hidden, f"layers.{layer}."
+    latent, hidden, heads = model.latent, model.hidden, model.heads
     assert latent is not None
     query_rank, kv_rank = latent.query_rank, latent.kv_rank
     query_size = latent.nope_head_dim + latent.rope_head_dim
-
-    def by_heads(name: str, width: int, *roles: tuple[str, int]) -> list[Unit]:
-        parts = [(role, 1, rows) for role, rows in roles]
-        return head_units(prefix, name, parts, model.heads, width, split)
-
-    def gain(name: str, size: int) -> Unit:
-        return vector_unit(f"{prefix}attention.{name}", "gain", size, start=gain_start)
-
-    def into_latent(role: str, rows: int) -> Unit:
-        parameter = f"{prefix}attention.{role}"
-        return matrix_unit(prefix + role, parameter, role, (rows, hidden), 1, None)
-
+    prefix = f"layers.{layer}."
+    inner = prefix + "attention."
     if query_rank is None:
-        units = by_heads("q", hidden, ("q", query_size))
+        units = head_units(prefix, "q", [("q", 1, query_size)], heads, hidden, split)
     else:
-        units = [into_latent("q_a", query_rank), gain("q_a_norm", query_rank)]
-        units += by_heads("q_b", query_rank, ("q_b", query_size))
-    units.append(into_latent("kv_a", kv_rank + latent.rope_head_dim))
-    units.append(gain("kv_a_norm", kv_rank))
-    parts = (("k_b", latent.nope_head_dim), ("v_b", latent.value_head_dim))
-    units += by_heads("kv_b", kv_rank, *parts)
-    shape = (hidden, model.heads * latent.value_head_dim)
-    name, parameter = f"{prefix}o", f"{prefix}attention.o"
-    units.append(matrix_unit(name, parameter, "o", shape, split.tensor_size, 1))
+        shape = (query_rank, hidden)
+        units = [matrix_unit(prefix + "q_a", inner + "q_a", "q_a", shape, 1, None)]
+        units.append(vector_unit(inner + "q_a_norm", "gain", query_rank, start=gain_start))
+        units += head_units(prefix, "q_b", [("q_b", 1, query_size)], heads, query_rank, split)
+    shape = (kv_rank + latent.rope_head_dim, hidden)
+    units.append(matrix_unit(prefix + "kv_a", inner + "kv_a", "kv_a", shape, 1, None))
+    units.append(vector_unit(inner + "kv_a_norm", "gain", kv_rank, start=gain_start))
+    roles = [("k_b", 1, latent.nope_head_dim), ("v_b", 1, latent.value_head_dim)]
+    units += head_units(prefix, "kv_b", roles, heads, kv_rank, split)
+    shape = (hidden, heads * latent.value_head_dim)
+    units.append(matrix_unit(prefix + "o", inner + "o", "o", shape, split.tensor_size, 1))
     return units
 
 
@@ -248,7 +239,10 @@ def decoder_units(
                 layer, model.hidden, model.ffn, split.split_gate_up, split.tensor_size
             )
         else:
-            units += mlp_units(layer, model.hidden, model.ffn, split.tensor_size)
+            up, down = (model.ffn, model.hidden), (model.hidden, model.ffn)
+            ranks = split.tensor_size
+            units.append(matrix_unit(prefix + "up", prefix + "mlp.up", "up", up, ranks, 0))
+            units.append(matrix_unit(prefix + "down", prefix + "mlp.down", "down", down, ranks, 1))
         if post_norms:
             units.append(gain(prefix + "post_mlp_norm"))
     if chunk.head:

@@ -27,13 +27,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.attention import FlashCoreAttention, SDPACoreAttention
 from models.blocks.decoder_model import DecoderModel, ScaledEmbedding
-from models.blocks.in_graph_pc import GAMMA, plain_name
+from models.blocks.in_graph_pc import GAMMA
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import RotaryEmbedding
 from models.blocks.self_attention import BiasedRowParallelLinear, RotatedSelfAttention
 from models.config import ModelConfig
-from models.engine import transformer_engine_layer
 from models.families import FAMILIES
 from models.layout import ChunkSpec, Layout
 
@@ -154,14 +153,26 @@ def layer_spec(
     `core_attention` defaults to the module for `model.attention_kernel`. `row_linear` is the class
     used for the output projections of attention and the feed-forward block.
     """
-    if model.latent is None:
+    if model.latent is not None:
+        attention = ModuleSpec(module=LatentAttention, params={"latent": model.latent})
+    else:
         kernel = model.attention_kernel
         plain = (
             SDPACoreAttention if kernel == "auto" else partial(FlashCoreAttention, kernel=kernel)
         )
-        attention = attention_spec(model, core_attention or plain, row_linear)
-    else:
-        attention = ModuleSpec(module=LatentAttention, params={"latent": model.latent})
+        head_norm = RMSNorm if model.qk_norm else IdentityOp
+        biased = model.attention_bias == "all"
+        attention = ModuleSpec(
+            module=RotatedSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=core_attention or plain,
+                linear_proj=BiasedRowParallelLinear if biased else row_linear,
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
+            ),
+        )
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_linear)
     return ModuleSpec(
         module=TransformerLayer,
@@ -176,32 +187,16 @@ def layer_spec(
     )
 
 
-def attention_spec(
-    model: ModelConfig, core_attention: Any, row_linear: type[RowParallelLinear]
-) -> ModuleSpec:
-    """Return the spec of Megatron's grouped-query attention, with optional query-key norms."""
-    head_norm = RMSNorm if model.qk_norm else IdentityOp
-    if model.attention_bias == "all":
-        row_linear = BiasedRowParallelLinear
-    return ModuleSpec(
-        module=RotatedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=core_attention,
-            linear_proj=row_linear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
-
-
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
     """Build the Megatron model for a chunk. `options` are passed to `assemble`."""
     if model.attention_backend == "transformer_engine":
-        spec = transformer_engine_layer(model.qk_norm)
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
     else:
         layers = [layer_spec(model)] * len(chunk.layers)
         spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
@@ -283,7 +278,9 @@ def declared_name(
     `in_layer(layer index in the chunk, name within the layer)` returns the declared name within the
     layer, or None. Raises ValueError if the parameter has no declared name.
     """
-    name = plain_name(name)
+    # Strip the parametrization of PC layers. A gamma is named `weight.gamma`.
+    name = name.replace("parametrizations.weight.original", "weight")
+    name = name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
     if name.endswith(GAMMA):
         return declared_name(name.removesuffix(GAMMA), layers, in_layer) + GAMMA
     if name in MEGATRON_NAMES:

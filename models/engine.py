@@ -203,10 +203,3 @@ def compiler_problem() -> str | None:
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine can be imported."""
     return find_spec("transformer_engine") is not None
-
-
-def transformer_engine_layer(qk_norm: bool) -> Any:
-    """Return Megatron's spec of a dense transformer layer with Transformer Engine modules."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,20 +22,19 @@ transformer_config = dense.transformer_config
 parameter_names = dense.parameter_names
 
 
-def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
-    """Return the spec of the layer with global index `layer`."""
-    core: Any = None
-    if model.explicit_scores:
-        core = partial(
-            SoftcappedCoreAttention, softcap=model.attention_softcap, window=model.window(layer)
-        )
-    return dense.layer_spec(model, core_attention=core, row_linear=NormedRowParallelLinear)
-
-
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
     """Build the Megatron model for a chunk; see `models.dense.build`."""
-    specs = [layer_spec(model, layer) for layer in chunk.layers]
+    specs = []
+    for layer in chunk.layers:
+        core: Any = None
+        if model.explicit_scores:
+            core = partial(
+                SoftcappedCoreAttention, softcap=model.attention_softcap, window=model.window(layer)
+            )
+        specs.append(
+            dense.layer_spec(model, core_attention=core, row_linear=NormedRowParallelLinear)
+        )
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return dense.assemble(model, config, block, chunk, **options)

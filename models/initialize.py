@@ -58,10 +58,7 @@ def initialize_(
         spheres = [u for u in units if u.is_matrix and init.spectral and u.role not in VOCABULARY]
         factors: dict[str, Tensor] = {}
         if given is None and spheres:
-
-            def norms(units: Sequence[Unit]) -> Tensor:
-                return spectral_norms(units, init, seed=seed, layers=layers, device=some.device)
-
+            norms = partial(spectral_norms, init=init, seed=seed, layers=layers, device=some.device)
             drawn = together(spheres, norms)
             goals = [radius(u.shape, init.radius, init.radius_scaler) for u in spheres]
             scaled = torch.tensor(goals, dtype=drawn.dtype, device=drawn.device) / drawn

@@ -18,15 +18,16 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from models import dense
-from models.blocks.experts import GroupedExperts, Router, sort_tokens_
+from models.blocks.experts import GroupedExperts, Router, SortedDispatcher
 from models.blocks.norm import RMSNorm
-from models.config import ModelConfig, MoEConfig, scale_of
+from models.config import ModelConfig, scale_of
 from models.layout import ChunkSpec, Layout
 
 LAYER_NAMES = {
@@ -73,39 +74,34 @@ def transformer_config(
     )
 
 
-def grouped(moe: MoEConfig, config: TransformerConfig) -> bool:
-    """Return whether experts use grouped GEMMs. Backend auto uses grouped GEMMs where PyTorch has a
-    kernel, i.e. for bfloat16 on GPUs."""
-    if moe.backend == "auto":
-        return config.bf16 and not config.use_cpu_initialization
-    return moe.backend == "grouped"
-
-
-def mixture_spec(moe: MoEConfig, config: TransformerConfig) -> ModuleSpec:
-    """Return the spec of a mixture-of-experts block with Megatron's linear layers and `Router`."""
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    experts = GroupedExperts if grouped(moe, config) else SequentialMLP
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(
-            router=Router,
-            experts=ModuleSpec(module=experts, submodules=linears),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
-        ),
-    )
-
-
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
     """Build the Megatron model for a chunk; see `models.dense.build`."""
     assert model.moe is not None
-    plain, moe = dense.layer_spec(model), mixture_spec(model.moe, config)
+    grouped = model.moe.backend == "grouped"
+    if model.moe.backend == "auto":  # PyTorch's kernel for grouped GEMMs is for bfloat16 on GPUs
+        grouped = config.bf16 and not config.use_cpu_initialization
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = ModuleSpec(module=GroupedExperts if grouped else SequentialMLP, submodules=linears)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+    moe = ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(router=Router, experts=experts, shared_experts=shared),
+    )
+    plain = dense.layer_spec(model)
     mixed = replace(plain, submodules=replace(plain.submodules, mlp=moe))
     specs = [plain if model.mixture(layer) is None else mixed for layer in chunk.layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     built = dense.assemble(model, config, block, chunk, **options)
-    sort_tokens_(built)
+    for module in built.modules():
+        if isinstance(module, MoELayer):
+            module.token_dispatcher = SortedDispatcher(
+                module.num_local_experts,
+                module.config,
+                get_default_pg_collection(),
+                on_host=not grouped,
+            )
     return built
 
 

@@ -105,8 +105,25 @@ class PCConfig(Section):
         """Return the preconditioner of `unit`, or None if `unit` is not a PC layer."""
         if not self.covers(unit):
             return None
+        polynomial, level = self.polynomial, self.level
+        chosen: Level
+        if polynomial.kind == "fitted":
+            interval = (0.0, polynomial.upper)
+            chosen = fit_polynomial(
+                polynomial.degree, polynomial.cutoff, polynomial.alpha, interval
+            )
+        elif polynomial.kind == "over_flattening":
+            chosen = polynomial.kind
+        else:
+            assert level is not None  # `load_config` has replaced null
+            for override in self.overrides.values():
+                named = override.roles is None or unit.role in override.roles
+                layers = override.layers
+                if named and (layers is None or unit.layer in range(layers[0], layers[1] + 1)):
+                    level = override.level
+            chosen = level
         return Preconditioner(
-            level=self._level(unit),
+            level=chosen,
             steps=self.steps,
             norm_recovery=self.norm_recovery,
             spectral_norm=self.spectral_norm,
@@ -116,22 +133,6 @@ class PCConfig(Section):
     def gamma_decay(self, scalar: float) -> float:
         """Return the weight decay of gamma, given optimizer.scalar's weight decay `scalar`."""
         return scalar if self.gamma_weight_decay is None else self.gamma_weight_decay
-
-    def _level(self, unit: Unit) -> Level:
-        polynomial = self.polynomial
-        if polynomial.kind == "fitted":
-            interval = (0.0, polynomial.upper)
-            return fit_polynomial(polynomial.degree, polynomial.cutoff, polynomial.alpha, interval)
-        if polynomial.kind == "over_flattening":
-            return polynomial.kind
-        level = self.level
-        assert level is not None  # `load_config` has replaced null
-        for override in self.overrides.values():
-            named = override.roles is None or unit.role in override.roles
-            layers = override.layers
-            if named and (layers is None or unit.layer in range(layers[0], layers[1] + 1)):
-                level = override.level
-        return level
 
     def checks(self) -> Iterator[Check]:
         """Check that levels are set only for preset polynomials."""

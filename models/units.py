@@ -162,14 +162,6 @@ def gated_mlp_units(
     return [*units, down]
 
 
-def mlp_units(layer: int, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
-    """Return the up and down units of layer `layer`, whose feed-forward block has no gate."""
-    prefix = f"layers.{layer}."
-    up = matrix_unit(prefix + "up", prefix + "mlp.up", "up", (ffn, hidden), tensor_size, 0)
-    down = matrix_unit(prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size, 1)
-    return [up, down]
-
-
 def matrix_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int, axis: int | None
 ) -> Unit:

@@ -122,15 +122,23 @@ class CoreAttention(torch.nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
-        """Raise ValueError if attention is not causal self-attention, or if context parallelism is
-        used without its process group `pg_collection.cp`."""
+        """Raise ValueError if attention is not causal self-attention, or if the process group
+        `pg_collection.cp` for context parallelism is missing or its size does not match the
+        config."""
         super().__init__()
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise ValueError(
                 f"the sdpa attention backend supports only causal self-attention, "
                 f"got {attention_type!r} with mask {attn_mask_type}"
             )
-        self.context = context_group(config, pg_collection)
+        self.context: dist.ProcessGroup | None = None
+        if (size := config.context_parallel_size) != 1:
+            self.context = getattr(pg_collection, "cp", None)
+            if self.context is None or self.context.size() != size:
+                ranks = "none" if self.context is None else self.context.size()
+                raise ValueError(
+                    f"the context-parallel process group must have {size} ranks, got {ranks}"
+                )
         head_size = config.kv_channels
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
@@ -263,23 +271,6 @@ def whole(documents: Documents | None) -> DocumentRange | None:
     return None if documents is None else documents.parts[0]
 
 
-def context_group(
-    config: TransformerConfig, groups: ProcessGroupCollection | None
-) -> dist.ProcessGroup | None:
-    """Return the context-parallel process group, or None if the context-parallel size is 1.
-
-    Raises ValueError if the group is missing or its size does not match the config.
-    """
-    size = config.context_parallel_size
-    if size == 1:
-        return None
-    group = getattr(groups, "cp", None)
-    if group is None or group.size() != size:
-        ranks = "none" if group is None else group.size()
-        raise ValueError(f"the context-parallel process group must have {size} ranks, got {ranks}")
-    return group
-
-
 def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """All-gather keys and values `[s, b, groups, d]` of the whole sequence.
 
@@ -365,7 +356,12 @@ def attention_kernel(
     efficient_attention or math. Raises RuntimeError if no allowed kernel supports the inputs.
     """
     if documents and device.type == "cuda":
-        check_varying(max(key_size, value_size), dtype)
+        head = max(key_size, value_size)
+        if dtype.itemsize != 2 or head > LARGEST_HEAD:
+            raise RuntimeError(
+                f"a document mask requires {VARYING}, which supports 16-bit dtypes and head "
+                f"dimensions up to {LARGEST_HEAD}, got {dtype} and {head}"
+            )
         return VARYING
     groups = heads if device.type == "cuda" and dtype == torch.float32 else groups
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
@@ -458,30 +454,18 @@ def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) ->
 
 def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
     """Return `Lengths` for the queries in `chunk` and the keys up to the end of `chunk`."""
-    pairs = torch.cat([_queries_and_keys(row, chunk) for row in firsts])
-    ends = F.pad(pairs.cumsum(0), (0, 0, 1, 0)).int()
-    queries, keys = (move(x.contiguous()) for x in ends.unbind(1))
+    counts = []  # numbers of queries and of keys in each document, `[documents, 2]`
+    for sequence in firsts:
+        starts = sequence.unique_consecutive()
+        if starts[0] > 0:
+            counts.append(starts.new_tensor([[0, starts[0]]]))  # keys that no query attends to
+        ends = F.pad(starts[1:], (0, 1), value=chunk.stop)
+        counts.append(torch.stack([ends - starts.clamp(min=chunk.start), ends - starts], 1))
+    pairs = torch.cat(counts)
+    cumulative = F.pad(pairs.cumsum(0), (0, 0, 1, 0)).int()
+    queries, keys = (move(x.contiguous()) for x in cumulative.unbind(1))
     most_queries, most_keys = pairs.amax(0).tolist()
     return Lengths(queries, keys, most_queries, most_keys)
-
-
-def _queries_and_keys(firsts: Tensor, chunk: range) -> Tensor:
-    """Return the number of queries and of keys in each document of a sequence, `[documents, 2]`."""
-    starts = firsts.unique_consecutive()
-    ends = F.pad(starts[1:], (0, 1), value=chunk.stop)
-    pairs = torch.stack([ends - starts.clamp(min=chunk.start), ends - starts], 1)
-    earlier = starts.new_tensor([[0, starts[0]]])  # keys that no query attends to
-    return torch.cat([earlier, pairs]) if starts[0] > 0 else pairs
-
-
-def check_varying(head: int, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if the variable-length kernel does not support this head dimension or
-    dtype."""
-    if dtype.itemsize != 2 or head > LARGEST_HEAD:
-        raise RuntimeError(
-            f"a document mask requires {VARYING}, which supports 16-bit dtypes and head "
-            f"dimensions up to {LARGEST_HEAD}, got {dtype} and {head}"
-        )
 
 
 def varying_attention(

@@ -80,14 +80,29 @@ class Fused:
             case RMSNorm():
                 module.function = self.compiled(module.function)
             case RotatedSelfAttention() if module.splits_heads:
-                module.heads = self.heads()
+                forward, backward = HeadFunctions()
+                if self.backward:
+                    from spectral.kernels import heads
+
+                    backward = heads.gradients
+                else:
+                    backward = self.compiled(backward)
+                module.heads = HeadFunctions(self.compiled(forward), backward)
             case RotatedSelfAttention() | LatentAttention():
                 module.rotate = self.compiled(module.rotate)
             case GroupedExperts():
                 activation = module.activation
                 module.activate = self.activation(activation, activation.scaled, dynamic=True)
             case MLP():
-                self._install_activation_(module)
+                gated = module.config.gated_linear_unit
+                activation = activation_of(module.config.activation_func, gated=gated)
+                # With this option, Megatron passes the whole output of the first linear layer to
+                # the activation.
+                module.config.use_te_activation_func = True
+                dynamic = module.linear_fc1.is_expert
+                module.activation_func = self.activation(
+                    activation, activation.block, dynamic=dynamic
+                )
             case TransformerLayer():
                 return self._leave_sum_(module, "self_attn_bda", module.pre_mlp_layernorm)
             case TransformerBlock() if module.config.recompute_granularity != "full":
@@ -108,15 +123,6 @@ class Fused:
         setattr(layer, name, left_to(norm))
         return True
 
-    def _install_activation_(self, block: MLP) -> None:
-        """Replace the activation of Megatron's feed-forward block. With Megatron's option for
-        Transformer Engine, the activation receives the whole output of the first linear layer."""
-        gated = block.config.gated_linear_unit
-        activation = activation_of(block.config.activation_func, gated=gated)
-        block.config.use_te_activation_func = True
-        dynamic = block.linear_fc1.is_expert
-        block.activation_func = self.activation(activation, activation.block, dynamic=dynamic)
-
     def activation(
         self, activation: Activation, function: Callable[..., Tensor], *, dynamic: bool
     ) -> Callable[..., Tensor]:
@@ -124,15 +130,6 @@ class Fused:
         `activation.scaled`."""
         compiled = self.compiled(function, dynamic=dynamic)
         return with_one_gradient(activation, compiled) if self.backward else compiled
-
-    def heads(self) -> HeadFunctions:
-        """Return the fused functions that normalise and rotate heads."""
-        forward, backward = HeadFunctions()
-        if not self.backward:
-            return HeadFunctions(self.compiled(forward), self.compiled(backward))
-        from spectral.kernels import heads
-
-        return HeadFunctions(self.compiled(forward), heads.gradients)
 
 
 def some_tokens(

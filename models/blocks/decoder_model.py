@@ -27,16 +27,11 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from models.blocks.attention import Documents
 
 
-def softcapped(x: Tensor, cap: float | None) -> Tensor:
-    """Return `cap * tanh(x / cap)` elementwise, or `x` itself if `cap` is None.
+def softcap_(x: Tensor, cap: float | None) -> Tensor:
+    """Overwrite `x` with `cap * tanh(x / cap)`, unless `cap` is None, and return `x`.
 
     Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
     """
-    return x if cap is None else cap * torch.tanh(x / cap)
-
-
-def softcap_(x: Tensor, cap: float | None) -> Tensor:
-    """Overwrite `x` with `softcapped(x, cap)` and return `x`."""
     return x if cap is None else x.div_(cap).tanh_().mul_(cap)
 
 
@@ -49,8 +44,9 @@ def losses_and_normalizers(
     group: ProcessGroup | None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `-log softmax(softcapped(hidden weight^T))[label]` and the log-sum-exp of the logits
-    for each token, both `[tokens]`, in float32 or wider.
+    """Return the loss `-log softmax(logits)[label]` and the log-sum-exp of the logits for each
+    token, both `[tokens]`, in float32 or wider, where the logits are `hidden weight^T`,
+    soft-capped.
 
     Args:
         hidden: `[tokens, width]`. The caller must sum the gradient of `hidden` over `group`.
@@ -181,7 +177,7 @@ class Head(ColumnParallelLinear):
             if self.softcap is None:
                 return logits, bias
             wide = torch.promote_types(logits.dtype, torch.float32)
-            return softcapped(logits.to(wide), self.softcap), bias
+            return self.softcap * torch.tanh(logits.to(wide) / self.softcap), bias
         group = self.tp_group
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=group)

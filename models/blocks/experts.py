@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -184,18 +183,6 @@ def balance_(
 
 Counts = list[list[int]]
 """`[ranks][local experts]`: number of rows for each expert on each rank."""
-
-
-def sort_tokens_(chunk: torch.nn.Module) -> None:
-    """Install `SortedDispatcher` in every mixture-of-experts layer of a chunk."""
-    for module in chunk.modules():
-        if isinstance(module, MoELayer):
-            module.token_dispatcher = SortedDispatcher(
-                module.num_local_experts,
-                module.config,
-                get_default_pg_collection(),
-                on_host=not isinstance(module.experts, GroupedExperts),
-            )
 
 
 class SortedDispatcher(MoETokenDispatcher):

@@ -178,12 +178,6 @@ def precondition_(
     return layers
 
 
-def plain_name(name: str) -> str:
-    """Strip the parametrization from a parameter's name. A gamma is named `weight.gamma`."""
-    name = name.replace("parametrizations.weight.original", "weight")
-    return name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
-
-
 def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
     """Return `units` with the gammas of preconditioned units added after each parameter's units."""
     if pc.evaluator != "in_graph" or not pc.learnable_gamma:
@@ -193,27 +187,24 @@ def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
     with_their_gammas: list[Unit] = []
     for unit in units:
         with_their_gammas.append(unit)
-        if last[unit.parameter] is unit:
-            with_their_gammas += _gammas(members.get(unit.parameter, []))
+        if last[unit.parameter] is not unit:
+            continue
+        preconditioned = members.get(unit.parameter, [])
+        with_their_gammas += [
+            replace(
+                each,
+                name=each.name + GAMMA,
+                parameter=each.parameter + GAMMA,
+                role="gamma",
+                view_shape=(len(preconditioned),),  # all gammas of a parameter are in one vector
+                index=(slice(i, i + 1),),
+                axes=(1,),
+                shard_axis=None,
+                replicated=each.replicated or each.shard_axis is not None,
+                partial_over_tensor=False,
+                whole_gradient=each.shard_axis is not None,
+                draws=(),
+            )
+            for i, each in enumerate(preconditioned)
+        ]
     return with_their_gammas
-
-
-def _gammas(units: Sequence[Unit]) -> list[Unit]:
-    """Return the gammas of a parameter's preconditioned units. All gammas are in one vector."""
-    return [
-        replace(
-            unit,
-            name=unit.name + GAMMA,
-            parameter=unit.parameter + GAMMA,
-            role="gamma",
-            view_shape=(len(units),),
-            index=(slice(i, i + 1),),
-            axes=(1,),
-            shard_axis=None,
-            replicated=unit.replicated or unit.shard_axis is not None,
-            partial_over_tensor=False,
-            whole_gradient=unit.shard_axis is not None,
-            draws=(),
-        )
-        for i, unit in enumerate(units)
-    ]

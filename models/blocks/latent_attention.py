@@ -109,7 +109,11 @@ class LatentAttention(torch.nn.Module):
         """
         latent = self.latent
         nope, rope = latent.nope_head_dim, latent.rope_head_dim
-        query = self.queries(hidden_states).unflatten(-1, (-1, nope + rope))
+        if latent.query_rank is None:
+            query = self.q(hidden_states)[0]
+        else:
+            query = self.q_b(self.q_a_norm(self.q_a(hidden_states)))[0]
+        query = query.unflatten(-1, (-1, nope + rope))
         compressed, key_rope = self.kv_a(hidden_states).split([latent.kv_rank, rope], -1)
         both = self.kv_b(self.kv_a_norm(compressed))[0]
         key, value = both.unflatten(-1, (-1, nope + latent.value_head_dim)).split(
@@ -117,19 +121,11 @@ class LatentAttention(torch.nn.Module):
         )
         query_nope, query_rope = query.split([nope, rope], -1)
         query = torch.cat([query_nope, self.rotate(query_rope, turns)], -1)
-        shared = self.rotate(self.to_all_heads(key_rope).unsqueeze(-2), turns)
+        # All heads share the rotary keys: the backward pass sums the keys' gradient over the heads.
+        if self.config.sequence_parallel:
+            shared = gather_from_sequence_parallel_region(key_rope, group=self.tensor)
+        else:
+            shared = copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)
+        shared = self.rotate(shared.unsqueeze(-2), turns)
         key = torch.cat([key, shared.expand(*key.shape[:-1], rope)], -1)
         return query, key, value
-
-    def queries(self, hidden_states: Tensor) -> Tensor:
-        """Return the unrotated queries `[s, b, heads (nope + rope)]` of this rank's heads."""
-        if self.latent.query_rank is None:
-            return self.q(hidden_states)[0]
-        return self.q_b(self.q_a_norm(self.q_a(hidden_states)))[0]
-
-    def to_all_heads(self, key_rope: Tensor) -> Tensor:
-        """Return the rotary keys of the whole sequence. The backward pass sums the keys' gradient
-        over all heads."""
-        if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(key_rope, group=self.tensor)
-        return copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)

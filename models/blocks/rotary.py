@@ -1,5 +1,6 @@
 """Rotary position embedding for the positions held by a context-parallel rank."""
 
+from math import log
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         **options: Any,
     ) -> None:
         super().__init__(kv_channels, rotary_base=rotary_base, **options)
-        self.scale = 1.0
+        self.scale = 1.0  # multiplier for rotated queries and keys
         if scaling is not None:
             self.inv_freq = self._scaled(scaling, kv_channels, rotary_base)
-            self.scale = scaling.turned_scale
+            if scaling.kind == "yarn":
+                self.scale = scaling.attention_factor or 0.1 * log(scaling.factor) + 1.0
         self._made: dict[tuple[int, int, dist.ProcessGroup | None], Tensor] = {}
 
     def forward(
@@ -58,20 +60,17 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         whole = self._kept(documents.max_seqlen_q, 0, None)
         return whole[documents.positions.T, 0]
 
+    @torch.no_grad()
     def _kept(self, length: int, offset: int, group: dist.ProcessGroup | None) -> Tensor:
         key = length, offset, group
         if key not in self._made:
-            self._made[key] = self._turns(*key)
+            angles = self.get_emb(length, offset)
+            if group is not None:
+                angles = context_part(angles, 0, rank=group.rank(), size=group.size())
+            first, second = angles.sin().chunk(2, -1)
+            turns = torch.cat([angles.cos(), -first, second], -1)
+            self._made[key] = turns if self.scale == 1 else turns * self.scale
         return self._made[key]
-
-    @torch.no_grad()
-    def _turns(self, length: int, offset: int, group: dist.ProcessGroup | None) -> Tensor:
-        angles = self.get_emb(length, offset)
-        if group is not None:
-            angles = context_part(angles, 0, rank=group.rank(), size=group.size())
-        first, second = angles.sin().chunk(2, -1)
-        turns = torch.cat([angles.cos(), -first, second], -1)
-        return turns if self.scale == 1 else turns * self.scale
 
     def _scaled(self, scaling: RopeScalingConfig, size: int, base: float) -> Tensor:
         """Return the scaled frequencies `[size / 2]`, using Megatron's formulas.

@@ -11,7 +11,7 @@ from math import log
 from typing import Any, Final
 
 from models.blocks.activation import ACTIVATIONS
-from models.config import LLAMA3_KEYS, LatentConfig, ModelConfig, MoEConfig, scale_of
+from models.config import LLAMA3_KEYS, ModelConfig, MoEConfig, scale_of
 from models.section import Check, one_of
 
 LENGTH: Final = "original_max_position_embeddings"
@@ -48,12 +48,9 @@ def rope_problem(rope: Mapping[str, Any]) -> str | None:
         return f"rope_type must be {one_of(str(kind), NEEDED)}"
     optional = ("beta_fast", "beta_slow", "attention_factor", *MSCALES) if kind == "yarn" else ()
     needed = [*NEEDED[kind], *(key for key in optional if rope.get(key))]
-    wrong = [key for key in needed if not _is_positive(rope.get(key))]
+    values = {key: rope.get(key) for key in needed}
+    wrong = [k for k, v in values.items() if not (isinstance(v, int | float) and v > 0)]
     return f"rope_type {kind} requires positive numbers for {', '.join(wrong)}" if wrong else None
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -180,25 +177,24 @@ class Architecture:
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Return a message for each setting of `model` that this class does not support."""
-        return [f"model.{rule} for {self.name}, got {value}" for rule, value in self._limits(model)]
-
-    def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield (rule, value) for each obstacle, e.g. ("qk_norm must be false", "true")."""
+        limits: list[tuple[str, object]] = []  # e.g. ("head_dim must be null or 64", 32)
         if _hidden_act(model) is None:
             names = " or ".join(name for name, kind in ACTIVATIONS.items() if kind.hugging_face)
-            yield f"activation must be {names}", model.activation
+            limits.append((f"activation must be {names}", model.activation))
         if self.qk_norm not in (None, model.qk_norm):
-            yield f"qk_norm must be {str(self.qk_norm).lower()}", str(model.qk_norm).lower()
+            rule = f"qk_norm must be {str(self.qk_norm).lower()}"
+            limits.append((rule, str(model.qk_norm).lower()))
         if self.whole_heads and model.hidden % model.heads:
-            yield f"hidden must be divisible by heads = {model.heads}", str(model.hidden)
+            limits.append((f"hidden must be divisible by heads = {model.heads}", model.hidden))
         if model.attention_bias not in self.attention_bias:
             options = " or ".join(self.attention_bias)
-            yield f"attention_bias must be {options}", model.attention_bias
+            limits.append((f"attention_bias must be {options}", model.attention_bias))
         whole = model.hidden // model.heads
         if not self.head_sizes and model.head_size != whole:
-            yield f"head_dim must be null or {whole}", str(model.head_dim)
+            limits.append((f"head_dim must be null or {whole}", model.head_dim))
         if self.experts is not None and model.moe is not None:
-            yield from ((f"moe.{rule}", value) for rule, value in self.experts(model.moe))
+            limits += ((f"moe.{rule}", value) for rule, value in self.experts(model.moe))
+        return [f"model.{rule} for {self.name}, got {value}" for rule, value in limits]
 
 
 def _hidden_act(model: ModelConfig) -> str | None:
@@ -233,18 +229,17 @@ def _gemma2_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _deepseek_settings(model: ModelConfig) -> dict[str, Any]:
-    assert model.latent is not None and model.moe is not None
-    return {"hidden_act": _hidden_act(model), **_latent(model.latent), **_mixture(model.moe)}
-
-
-def _latent(latent: LatentConfig) -> dict[str, Any]:
+    latent, moe = model.latent, model.moe
+    assert latent is not None and moe is not None
     return {
+        "hidden_act": _hidden_act(model),
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.kv_rank,
         "qk_nope_head_dim": latent.nope_head_dim,
         "qk_rope_head_dim": latent.rope_head_dim,
         "v_head_dim": latent.value_head_dim,
         "rope_interleave": True,
+        **_mixture(moe),
     }
 
 

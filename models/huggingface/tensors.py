@@ -62,10 +62,6 @@ def their_tensors(model: ModelConfig) -> list[TheirTensor]:
     Tensors that share one of this project's parameters are consecutive. Raises InexpressibleError
     if `architecture` does.
     """
-    return list(_model(model))
-
-
-def _model(model: ModelConfig) -> Iterator[TheirTensor]:
     norms = architecture(model).norms
 
     def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
@@ -74,25 +70,26 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
             hf_name = f"model.layers.{layer}.{norms[ours]}.weight"
             yield _gain(f"layers.{layer}.{ours}", hf_name, model.hidden)
 
-    yield _vocabulary(model, "embedding", "model.embed_tokens.weight")
+    tensors = [_vocabulary(model, "embedding", "model.embed_tokens.weight")]
     for layer in range(model.layers):
         ours, hf_name = f"layers.{layer}.", f"model.layers.{layer}."
-        yield from norm(layer, "attention_norm")
+        tensors += norm(layer, "attention_norm")
         if model.latent is None:
-            yield from _attention(model, ours + "attention.", hf_name + "self_attn.")
+            tensors += _attention(model, ours + "attention.", hf_name + "self_attn.")
         else:
-            yield from _latent(model, model.latent, ours + "attention.", hf_name + "self_attn.")
-        yield from norm(layer, "post_attention_norm")
-        yield from norm(layer, "mlp_norm")
+            tensors += _latent(model, model.latent, ours + "attention.", hf_name + "self_attn.")
+        tensors += norm(layer, "post_attention_norm")
+        tensors += norm(layer, "mlp_norm")
         moe = model.mixture(layer)
         if moe is None:
-            yield from _gated(ours + "mlp.", hf_name + "mlp.", model.hidden, model.ffn)
+            tensors += _gated(ours + "mlp.", hf_name + "mlp.", model.hidden, model.ffn)
         else:
-            yield from _mixture(model, moe, ours, hf_name + "mlp.")
-        yield from norm(layer, "post_mlp_norm")
-    yield _gain("final_norm", "model.norm.weight", model.hidden)
+            tensors += _mixture(model, moe, ours, hf_name + "mlp.")
+        tensors += norm(layer, "post_mlp_norm")
+    tensors.append(_gain("final_norm", "model.norm.weight", model.hidden))
     if not model.tie_embeddings:
-        yield _vocabulary(model, "head", "lm_head.weight")
+        tensors.append(_vocabulary(model, "head", "lm_head.weight"))
+    return tensors
 
 
 def _vocabulary(model: ModelConfig, ours: str, hf_name: str) -> TheirTensor:
