@@ -177,22 +177,18 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
     if options.ranks is not None:
         from training.launcher import launch
 
-        given = list(sys.argv[1:] if arguments is None else arguments)
-        return launch(options.ranks, [__file__, *without_ranks(given)])
+        given = iter(sys.argv[1:] if arguments is None else arguments)
+        of_a_rank = []  # the command line of a single rank, without `--ranks N`
+        for argument in given:
+            if argument == "--ranks":
+                next(given)
+            elif not argument.startswith("--ranks="):
+                of_a_rank.append(argument)
+        return launch(options.ranks, [__file__, *of_a_rank])
     if options.dry_run or options.fit or options.rehearse:
         with progress(lambda: "importing PyTorch and megatron-core, planning the run"):
             return run(options, interrupts)
     return run(options, interrupts)
-
-
-def without_ranks(arguments: Sequence[str]) -> Iterator[str]:
-    """Strip `--ranks N` from `arguments` to get the command line of a single rank."""
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == "--ranks":
-            next(remaining)
-        elif not argument.startswith("--ranks="):
-            yield argument
 
 
 def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:

@@ -27,28 +27,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the average. Print which checkpoints were averaged and how to start a run from it."""
     options = parse(arguments)
     with progress(lambda: "importing PyTorch and megatron-core, reading checkpoints"):
-        return _average(options)
+        from models.engine import import_engine  # deferred: slow import
 
+        import_engine()
+        from scripts.weights_only import average
 
-def _average(options: argparse.Namespace) -> int:
-    from models.engine import import_engine  # deferred: slow import
-
-    import_engine()
-    from scripts.weights_only import average
-
-    infos, left_out = chosen(options.run, options.output, options.steps, options.last)
-    weights = list(shares(len(infos), options.ema))
-    pairs = zip(infos, weights, strict=True)
-    print("average = " + " + ".join(f"{w:.4g} * step {info.step}" for info, w in pairs))
-    for text in left_out:
-        print(f"not averaged: {text}")
-    norms = average(infos, weights, options.output, on_sphere=options.on_sphere)
-    for text in dropped(infos[-1], norms, options.on_sphere):
-        print(text)
-    print(
-        f"wrote {options.output}; to start a run from it, set "
-        + shlex.quote(f"checkpoint.initialize_from={options.output}")
-    )
+        infos, left_out = chosen(options.run, options.output, options.steps, options.last)
+        count, decay = len(infos), options.ema
+        if decay is None:
+            weights = [1 / count] * count
+        else:
+            # An exponential moving average, initialized to the first checkpoint and updated with
+            # each later one as `average = decay * average + (1 - decay) * checkpoint`.
+            weights = [decay ** (count - 1 - i) * (1 - decay if i else 1.0) for i in range(count)]
+        pairs = zip(infos, weights, strict=True)
+        print("average = " + " + ".join(f"{w:.4g} * step {info.step}" for info, w in pairs))
+        for text in left_out:
+            print(f"not averaged: {text}")
+        norms = average(infos, weights, options.output, on_sphere=options.on_sphere)
+        for text in dropped(infos[-1], norms, options.on_sphere):
+            print(text)
+        print(
+            f"wrote {options.output}; to start a run from it, set "
+            + shlex.quote(f"checkpoint.initialize_from={options.output}")
+        )
     return 0
 
 
@@ -95,20 +97,6 @@ def chosen(
     explained = {info.step for info in infos} | broken.keys()
     unchosen = ", ".join(f"step {step}" for step in existing if step not in explained)
     return infos, [*broken.values(), *([unchosen] if unchosen else [])]
-
-
-def shares(count: int, decay: float | None) -> Iterator[float]:
-    """Yield each checkpoint's coefficient in the average. The coefficients sum to 1.
-
-    Without `decay`, all coefficients are equal. With `decay`, the result is an exponential moving
-    average, initialized to the first checkpoint and updated with each later one as
-    `average = decay * average + (1 - decay) * checkpoint`.
-    """
-    for i in range(count):
-        if decay is None:
-            yield 1 / count
-        else:
-            yield decay ** (count - 1 - i) * (1 - decay if i else 1.0)
 
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:

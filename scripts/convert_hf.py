@@ -30,22 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     check_free(options.target)  # before imports, which take seconds
     with progress(lambda: "importing PyTorch, megatron-core and transformers"):
-        return _convert(options)
+        from models.engine import check_engine, import_engine  # deferred: slow import
 
-
-def _convert(options: argparse.Namespace) -> int:
-    from models.engine import check_engine, import_engine  # deferred: slow import
-
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the two models are compared on CPU
-    try:
-        import_engine()
-        untested = check_engine()
-        if untested is not None:
-            print(f"warning: {untested}", file=sys.stderr)
-        (_export if options.command == "export" else _import)(options)
-    except OSError as error:
-        full = "; nothing was written" if error.errno == errno.ENOSPC else ""
-        return fail(f"{options.target}: {error.strerror or error}{full}", code=2)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the two models are compared on CPU
+        try:
+            import_engine()
+            untested = check_engine()
+            if untested is not None:
+                print(f"warning: {untested}", file=sys.stderr)
+            (_export if options.command == "export" else _import)(options)
+        except OSError as error:
+            full = "; nothing was written" if error.errno == errno.ENOSPC else ""
+            return fail(f"{options.target}: {error.strerror or error}{full}", code=2)
     return 0
 
 
@@ -75,6 +71,9 @@ def _export(options: argparse.Namespace) -> None:
 def _import(options: argparse.Namespace) -> None:
     from parallel.disk import free_name
     from scripts.huggingface.importing import import_model, write_config
+    from training.checkpoint.checkpoints import read_checkpoint
+    from training.checkpoint.initial_weights import unsuitable_data
+    from training.config import load_config
 
     config = options.config
     warn_replaced(options.overrides)
@@ -94,7 +93,12 @@ def _import(options: argparse.Namespace) -> None:
     # Use a new run folder: in an existing one, the command would resume the run it contains.
     folder = f"run.dir={free_name(Path('runs', options.target.name))}"
     command = shlex.join(["--config", str(config), folder, *options.overrides, initialize])
-    reason = _unsuitable_data(options, config)
+    try:
+        reason = unsuitable_data(
+            load_config(config, options.overrides), read_checkpoint(options.target)
+        )
+    except InputError:  # the config's data is missing or damaged
+        reason = None
     if reason is None:
         print(f"wrote {options.target}: {dtype} weights; to train them:")
     else:
@@ -106,21 +110,6 @@ def _import(options: argparse.Namespace) -> None:
         )
         print(f"Then set data.train and data.validation in {config} to this data, and run:")
     print(f"    python pretrain.py {command}")
-
-
-def _unsuitable_data(options: argparse.Namespace, config: Path) -> str | None:
-    """Return why the config's data cannot train the imported weights, or None if the data fits, is
-    missing or is damaged."""
-    from training.checkpoint.checkpoints import read_checkpoint
-    from training.checkpoint.initial_weights import unsuitable_data
-    from training.config import load_config
-
-    try:
-        return unsuitable_data(
-            load_config(config, options.overrides), read_checkpoint(options.target)
-        )
-    except InputError:
-        return None
 
 
 def _size(text: str) -> int:

@@ -49,11 +49,7 @@ PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the evaluation, print the table and write the results."""
-    _evaluate(parse(arguments))
-    return 0
-
-
-def _evaluate(options: argparse.Namespace) -> None:
+    options = parse(arguments)
     names = [name for text in options.tasks for name in text.split(",")]
     files = named_files(names)
     if not (options.model / "config.json").is_file():
@@ -63,7 +59,7 @@ def _evaluate(options: argparse.Namespace) -> None:
                 "can only be scored on .jsonl tasks"
             )
         _evaluate_checkpoint(options, files)
-        return
+        return 0
     if options.run is not None and "local" not in names:
         raise InputError(f"--run has no effect without --tasks local, got {options.run}")
     sets = {name: TASK_SETS[name] for name in names if name in TASK_SETS}
@@ -93,6 +89,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     write_whole(output / "results.json", json.dumps(kept, indent=2) + "\n")
     write_whole(output / "results.md", text)
     print(text + f"wrote {output / 'results.json'} and results.md")
+    return 0
 
 
 def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> None:

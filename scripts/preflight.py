@@ -87,7 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rank == 0:
         print(report(rows, device))
         if options.json is not None:
-            write_whole(options.json, as_json(rows, device))
+            content = {
+                "ranks": dist.get_world_size(),
+                "device": str(device.type),
+                "torch": torch.__version__,
+                "checks": [asdict(row) for row in rows],
+            }
+            write_whole(options.json, json.dumps(content, indent=2) + "\n")
     dist.destroy_process_group()
     return int(any(row.wrong for row in rows))
 
@@ -247,9 +253,11 @@ def report(rows: Sequence[Row], device: torch.device) -> str:
     """Return the table, followed by a line with the verdict and a note about unchecked GPUs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     title = f"{dist.get_world_size()} ranks, {name}"
-    cells = [
-        (row.name, f"{row.slowest:.3g}", f"{row.median:.3g}", row.unit, remark(row)) for row in rows
-    ]
+    cells = []
+    for row in rows:
+        parts = [("WRONG on", row.wrong), ("slow:", row.slow)]
+        remark = "; ".join(f"{word} {', '.join(ranks)}" for word, ranks in parts if ranks)
+        cells.append((row.name, f"{row.slowest:.3g}", f"{row.median:.3g}", row.unit, remark))
     wrong = [row.name for row in rows if row.wrong]
     verdict = f"WRONG: {', '.join(wrong)}" if wrong else "all results are correct"
     lines = table(("check", "slowest", "median", "", ""), cells)
@@ -260,18 +268,6 @@ def report(rows: Sequence[Row], device: torch.device) -> str:
         f"torchrun --nproc-per-node {there}"
     )
     return f"{title}\n{lines}\n{verdict}{unchecked if there > used else ''}"
-
-
-def remark(row: Row) -> str:
-    """Return the remark column, which lists wrong and slow ranks."""
-    parts = [("WRONG on", row.wrong), ("slow:", row.slow)]
-    return "; ".join(f"{word} {', '.join(ranks)}" for word, ranks in parts if ranks)
-
-
-def as_json(rows: Sequence[Row], device: torch.device) -> str:
-    """Return the table's values as JSON."""
-    facts = {"ranks": dist.get_world_size(), "device": str(device.type), "torch": torch.__version__}
-    return json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=2) + "\n"
 
 
 if __name__ == "__main__":

@@ -77,13 +77,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=output_path,
         help="folder for runs.jsonl and the results (default: output)",
     )
-    add_places(parser)
-    parser.add_argument("override", nargs="*", help="key=value config override for every run")
-    return parser.parse_intermixed_args(arguments)
-
-
-def add_places(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `places` reads."""
     parser.add_argument(
         "--jobs",
         type=whole_number(),
@@ -105,6 +98,8 @@ def add_places(parser: argparse.ArgumentParser) -> None:
         help="use N GPUs per run, with one rank per GPU; without --jobs, train as many runs at a "
         "time as fit on this node's GPUs",
     )
+    parser.add_argument("override", nargs="*", help="key=value config override for every run")
+    return parser.parse_intermixed_args(arguments)
 
 
 if __name__ == "__main__":

@@ -189,28 +189,19 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
 
 
 def log_problems(run_dir: Path, name: str) -> Iterator[str]:
-    """Yield messages about damaged lines and missing steps in a log."""
+    """Yield messages about damaged lines and missing steps in a log.
+
+    metrics.jsonl and monitors.jsonl must contain all steps up to the newest checkpoint, at the
+    intervals in the events that the run logged at each start.
+    """
+    from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines
 
     log = read_lines(run_dir / name)
     if log.damaged:
         yield f"{log.damaged} damaged lines"
-    expected = logged_steps(run_dir, name.partition(".")[0])
-    missing = sorted(expected - {line["step"] for line in log.lines})
-    if missing:
-        yield f"missing steps: {len(missing)}, from {missing[0]} to {missing[-1]}"
-
-
-def logged_steps(run_dir: Path, log: str) -> set[int]:
-    """Return the steps that `metrics` or `monitors` must contain, up to the newest checkpoint.
-
-    The logging intervals come from the events that the run logged at each start.
-    """
-    from training.checkpoint.checkpoints import read_checkpoint
-    from training.report.log_lines import read_lines
-
     if newest_name(run_dir) is None:
-        return set()
+        return
     meta = read_checkpoint(run_dir).meta
     end = meta["step"] - bool(meta.get("progress", {}).get("unreported"))
     steps: set[int] = set()
@@ -219,11 +210,13 @@ def logged_steps(run_dir: Path, log: str) -> set[int]:
         if not isinstance(intervals, dict):
             continue
         steps = {step for step in steps if step <= event["step"]}
-        interval = intervals.get(log)
+        interval = intervals.get(name.partition(".")[0])
         if isinstance(interval, int) and interval > 0 and end < LONGEST:
             begin = event["step"] // interval * interval + interval
             steps.update(range(begin, end + 1, interval))
-    return steps
+    missing = sorted(steps - {line["step"] for line in log.lines})
+    if missing:
+        yield f"missing steps: {len(missing)}, from {missing[0]} to {missing[-1]}"
 
 
 def newest_name(run_dir: Path) -> str | None:

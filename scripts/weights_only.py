@@ -148,11 +148,21 @@ def average(
     checkpoints differ in run, model or tokenizer, or if `target` exists.
     """
     check_free(target)
+    last = infos[-1]
     for info in infos:
-        check_same(info, infos[-1])
+        if (run := info.meta.get("run_id")) != last.meta.get("run_id") or run is None:
+            raise InputError(
+                f"{info.path} must be from the same run as {last.path} (run_id "
+                f"{last.meta.get('run_id')}), got run_id {run}"
+            )
+        different = list(changes(_model(info), _model(last)))
+        if different:
+            raise InputError(
+                f"{info.path} must have the same model as {last.path}, but these settings differ: "
+                f"{', '.join(map(str, different))}"
+            )
     for info in infos:
         raise_problems(info)
-    last = infos[-1]
     mean = Mean([CheckpointWeights(info) for info in infos], weights, on_sphere=on_sphere)
     kept = ("step", "identity", "progress", "initialized_from")
     meta = {key: last.meta[key] for key in kept if key in last.meta}
@@ -161,21 +171,6 @@ def average(
     config = replace(mean.config, pc=None)
     write_checkpoint(target, config, mean.read, mean.buffers, lambda folder: meta)
     return mean.norms
-
-
-def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
-    """Raise InputError if the checkpoints differ in run, model or tokenizer."""
-    if (run := info.meta.get("run_id")) != last.meta.get("run_id") or run is None:
-        raise InputError(
-            f"{info.path} must be from the same run as {last.path} (run_id "
-            f"{last.meta.get('run_id')}), got run_id {run}"
-        )
-    different = list(changes(*map(_model, (info, last))))
-    if different:
-        raise InputError(
-            f"{info.path} must have the same model as {last.path}, but these settings differ: "
-            f"{', '.join(map(str, different))}"
-        )
 
 
 def _model(info: CheckpointInfo) -> dict[str, Any]:

@@ -44,7 +44,17 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 raise DataError(f"{path} must end lines with \\n, got \\r; convert it: {command}")
             yield from lines
     except _ERRORS as error:
-        raise DataError(_unreadable(path, error)) from None
+        reason = first_line(error)
+        if isinstance(error, OSError) and error.errno is not None:
+            problem = reason
+        elif "too much memory" in reason:
+            problem = (
+                "its zstd window is over 128 MiB (zstd --long); recompress it: zstd -dc --long=31 "
+                f"{path} | zstd -o {path.with_name(f'short.{path.name}')}"
+            )
+        else:
+            problem = f"it is corrupt: {reason}"
+        raise DataError(f"cannot read {path}: {problem}") from None
 
 
 def _opened(path: Path) -> io.BufferedReader:
@@ -69,18 +79,6 @@ def _opened(path: Path) -> io.BufferedReader:
         case "zstd":
             return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), _READ)
     return io.BufferedReader(path.open("rb", 0), _READ)
-
-
-def _unreadable(path: Path, error: BaseException) -> str:
-    reason = first_line(error)
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"cannot read {path}: {reason}"
-    if "too much memory" in reason:
-        return (
-            f"cannot read {path}: its zstd window is over 128 MiB (zstd --long); recompress it: "
-            f"zstd -dc --long=31 {path} | zstd -o {path.with_name(f'short.{path.name}')}"
-        )
-    return f"cannot read {path}: it is corrupt: {reason}"
 
 
 class _XzStreams(io.RawIOBase):

@@ -23,6 +23,12 @@ def card(
 ) -> str:
     """Return the text of README.md. `tokenizer` says whether the folder contains a tokenizer."""
     config = info.config
+    separated = (
+        "Documents are separated as in the source model."
+        if info.imported
+        else "Each document ends with the end-of-sequence token; there is no beginning-of-sequence "
+        "token."
+    )
     classes = ["AutoModelForCausalLM", "AutoTokenizer"][: 1 + tokenizer]
     loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokenizer else ""
     none = "" if tokenizer else "The folder contains no tokenizer. "
@@ -33,19 +39,9 @@ def card(
         f"{HEADER}\n# {name}\n\n"
         f"A `{architecture}` pretrained with Spectrain, run `{config.run.name}`, "
         f"step {info.step:,} of {config.train.steps:,}. It is a base model, not tuned to follow "
-        f"instructions. {none}{_documents(info)}\n\n| | |\n|---|---|\n{rows}{measured}\n"
+        f"instructions. {none}{separated}\n\n| | |\n|---|---|\n{rows}{measured}\n"
         f"```python\nfrom transformers import {', '.join(classes)}\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n{loaded}```\n'
-    )
-
-
-def _documents(info: CheckpointInfo) -> str:
-    """Return a note on which tokens separate documents."""
-    if info.imported:
-        return "Documents are separated as in the source model."
-    return (
-        "Each document ends with the end-of-sequence token; there is no beginning-of-sequence "
-        "token."
     )
 
 
@@ -77,7 +73,12 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
         yield "initialized from", f"step {origin['step']:,} of {origin['path']}"
     schedule = asdict(config.schedule)
     yield "schedule", ", ".join(f"{k} {v}" for k, v in schedule.items() if v is not None)
-    yield "PC layers", _pc(config)
+    if config.pc is None:
+        yield "PC layers", "none"
+    else:
+        kind = config.pc.polynomial.kind
+        level = f"level {config.pc.level}" if kind == "preset" else kind
+        yield "PC layers", f"merged into the weights, {level}"
     weights = {name: each.weight for name, each in config.data.train.items()}
     total = sum(weights.values())
     yield "data", ", ".join(f"{name} {w / total:.1%}" for name, w in weights.items() if w)
@@ -88,13 +89,6 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
     yield "seed", str(config.seed)
     versions = info.meta.get("versions", {})
     yield "software", ", ".join(f"{k} {v}" for k, v in versions.items() if v is not None)
-
-
-def _pc(config: Config) -> str:
-    if config.pc is None:
-        return "none"
-    pc, kind = config.pc, config.pc.polynomial.kind
-    return "merged into the weights, " + (f"level {pc.level}" if kind == "preset" else kind)
 
 
 def validation(info: CheckpointInfo) -> dict[str, float]:

@@ -34,7 +34,15 @@ def verify(weights: CheckpointWeights, folder: Path) -> None:
     Only one of the two models is in memory at a time. Raises InputError if transformers reports
     missing or unexpected tensors, or if the difference exceeds TOLERANCE.
     """
-    tokens = text_tokens(weights, folder)
+    length = weights.config.train.sequence_length
+    if (folder / "tokenizer.json").exists():
+        tokenizer = checked_tokenizer(folder, with_template=weights.info.imported)
+        options = {"truncation": True, "max_length": length, "add_special_tokens": False}
+        tokens = torch.tensor([tokenizer(TEXT, **options)["input_ids"]])
+    else:  # ids from the whole vocabulary
+        vocabulary = weights.config.model.vocab_size
+        assert vocabulary is not None
+        tokens = (torch.arange(min(length, 128)) * 7919 % vocabulary)[None]
     with progress(lambda: "loading the exported model in float32, computing logits"):
         exported, dtype = their_logits(folder, tokens)
     with progress(lambda: "loading the trained model in float32, comparing logits"):
@@ -50,18 +58,6 @@ def verify(weights: CheckpointWeights, folder: Path) -> None:
             f"the exported model's logits must match the trained model's to within {TOLERANCE:g} "
             f"times the largest logit ({largest:.3g}), got a difference of {difference:.3g}"
         )
-
-
-def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
-    """Return the tokens `[1, n]` of TEXT or, without a tokenizer, ids from the whole vocabulary."""
-    length = weights.config.train.sequence_length
-    vocabulary = weights.config.model.vocab_size
-    assert vocabulary is not None
-    if not (folder / "tokenizer.json").exists():
-        return (torch.arange(min(length, 128)) * 7919 % vocabulary)[None]
-    tokenizer = checked_tokenizer(folder, with_template=weights.info.imported)
-    text = {"truncation": True, "max_length": length, "add_special_tokens": False}
-    return torch.tensor([tokenizer(TEXT, **text)["input_ids"]])
 
 
 @torch.no_grad()
@@ -93,7 +89,9 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
         fill(weights, chunk, parameters)
         for parameter in chunk.parameters():
             parameter.copy_(parameter.to(dtype))
-        fill_buffers(weights, chunk, parameters)
+        stored = StoredTensors(weights.info.state)
+        buffers = {f"buffer/{name}": value for name, value in named_buffers([chunk], parameters)}
+        stored.read_into({key: value for key, value in buffers.items() if key in stored})
         logits: Tensor = chunk.eval()(tokens, torch.arange(tokens.shape[1])[None], None)
     return logits[..., : model.vocab_size].float()
 
@@ -116,15 +114,6 @@ def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[st
     for module in list(chunk.modules()):
         if parametrize.is_parametrized(module, "weight"):
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
-
-
-def fill_buffers(
-    weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]
-) -> None:
-    """Copy the checkpoint's buffers to the modules."""
-    stored = StoredTensors(weights.info.state)
-    places = {f"buffer/{name}": value for name, value in named_buffers([chunk], parameters)}
-    stored.read_into({key: value for key, value in places.items() if key in stored})
 
 
 @contextlib.contextmanager

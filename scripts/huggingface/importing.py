@@ -41,6 +41,8 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Supported dtypes, by safetensors name."""
 IGNORED = "rotary_emb.inv_freq"
 """Suffix of non-weight tensors stored by old versions of transformers."""
+FORMATS = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
+"""Suffixes of files with weights."""
 
 
 def import_model(
@@ -184,7 +186,14 @@ class TheirFiles:
     def _paths(self) -> list[Path]:
         index, whole = self.source / INDEX_FILE, self.source / "model.safetensors"
         if not index.is_file() and not whole.is_file():
-            raise InputError(f"{self.source} has no {whole.name}{_other_weights(self.source)}")
+            names = sorted(path.name for path in self.source.iterdir() if path.suffix in FORMATS)
+            if not names:
+                raise InputError(f"{self.source} has no {whole.name} or {INDEX_FILE}")
+            raise InputError(
+                f"{self.source} has no {whole.name}, only {abridged(names)}, which cannot be read; "
+                f'convert with transformers: AutoModelForCausalLM.from_pretrained("{self.source}", '
+                'dtype="auto").save_pretrained("NEW")'
+            )
         if not index.is_file():
             return [whole]
         if whole.exists():
@@ -197,8 +206,8 @@ class TheirFiles:
         except ValueError as error:
             raise InputError(f"{index} cannot be read: {error}") from None
         check_shape(content, {"weight_map": {...: str}}, str(index))
-        names = set(content["weight_map"].values())
-        return [self.source / Path(name).name for name in sorted(names)]
+        files = sorted(set(content["weight_map"].values()))
+        return [self.source / Path(name).name for name in files]
 
     def checked(self, tensors: Iterable[TheirTensor], *, tied: bool) -> list[TheirTensor]:
         """Return `tensors` if the files contain exactly these names and shapes, in a single dtype.
@@ -254,18 +263,6 @@ class TheirFiles:
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{self.source}: {name} must be finite, got NaN or infinity")
         return tensor
-
-
-def _other_weights(source: Path) -> str:
-    """Return the end of the error for missing safetensors: which other weight files exist."""
-    kinds = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
-    names = sorted(path.name for path in source.iterdir() if path.suffix in kinds)
-    if not names:
-        return f" or {INDEX_FILE}"
-    return (
-        f", only {abridged(names)}, which cannot be read; convert with transformers: "
-        f'AutoModelForCausalLM.from_pretrained("{source}", dtype="auto").save_pretrained("NEW")'
-    )
 
 
 def copy_tokenizer(source: Path, folder: Path, rows: int) -> dict[str, dict[str, str]]:

@@ -114,14 +114,15 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
 
     Raises InputError if the study is unfinished or does not match its YAML file.
     """
-    command = study_command(what, commands)
+    command = next(each for each in commands if shlex.split(each)[-1] == what.study)
+    words = shlex.split(command)  # python, script, the study's YAML file, output folder, ...
+    described, output = ROOT / words[2], ROOT / words[3]
     file = ROOT / str(what.study) / "results.json"
     results: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
     keys = results.keys() & Study.__dataclass_fields__.keys()
+    recorded = {key: results[key] for key in keys}
     # Keys that are missing from the results of an earlier version take their default values.
-    if not results["complete"] or bind(Study, {key: results[key] for key in keys}) != read_study(
-        study_file(command)
-    ):
+    if not results["complete"] or bind(Study, recorded) != read_study(described):
         raise InputError(
             f"{file.parent} must contain the finished study; delete the folder and run {command}"
         )
@@ -138,7 +139,6 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
             **lines[variant],
         }
         if what.series:
-            output = ROOT / shlex.split(command)[3]
             records = zip(results["seeds"], keys, strict=True)
             content[name]["seeds"] = {
                 str(seed): {"series": trained_series(book[key], output, what.series)}
@@ -163,16 +163,6 @@ def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> d
             f"the last loss in {folder} must equal the recorded loss {record.loss}, got {losses}"
         )
     return {key: series_of(run, text) for key, text in series.items()}
-
-
-def study_command(what: Measure, commands: Sequence[str]) -> str:
-    """Return the command among `commands` that runs the study."""
-    return next(each for each in commands if shlex.split(each)[-1] == what.study)
-
-
-def study_file(command: str) -> Path:
-    """Return the study's YAML file, given the command that runs it."""
-    return ROOT / shlex.split(command)[2]
 
 
 def trains(command: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from matplotlib.figure import Figure
 
-from scripts.papers.catalogue import Hours, Item, Paper, Status, key_of
+from scripts.papers.catalogue import Hours, Item, Paper, key_of
 from scripts.papers.measured import ROOT, runs_of
 from scripts.plots.style import COLORS, new_figure, new_grid
 from training.json_file import read_json
@@ -83,7 +83,8 @@ DIAGRAM = "A diagram."
 def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
     """Return the text of docs/papers.md."""
     counts = Counter(item.status for paper in papers.values() for item in paper.items.values())
-    parts = [INTRODUCTION, count_line(counts)]
+    listed = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    parts = [INTRODUCTION, f"Of {counts.total()} items: {listed}.\n"]
     for name, paper in papers.items():
         lines = [
             line(name, key, item, hours) for key, item in paper.items.items() if item.why != DIAGRAM
@@ -95,12 +96,6 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
         parts.append(f"{note}\n\n" if note else "")
         parts.append(markdown_table(HEADINGS, lines))
     return "".join(parts)
-
-
-def count_line(counts: Counter[Status]) -> str:
-    """Return a line that states how many items have each status."""
-    total = sum(counts.values())
-    return f"Of {total} items: " + ", ".join(f"{n} {s}" for s, n in counts.most_common()) + ".\n"
 
 
 def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[str, ...]:
