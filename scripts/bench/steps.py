@@ -256,16 +256,6 @@ def parsed_shapes(text: str) -> Shapes:
     return shapes
 
 
-def fullest_share(config: Config, ranks: int) -> Shapes:
-    """Return the shapes of the matrices owned by the busiest of `ranks` ranks that run `config`."""
-    assign = config_assignments(config)
-    matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
-    works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
-    placed = place("auto", works, ranks)
-    fullest = placed.loads.index(max(placed.loads))
-    return [unit.shape for name, unit in matrices.items() if placed.owners[name] == fullest]
-
-
 def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) -> dict[str, Any]:
     """Return each optimizer's median step time (ms) and, on several ranks, the bytes sent."""
     device, mesh = torch.device(options.device), None
@@ -294,18 +284,15 @@ def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) 
         }
     sides |= {name: Side(shapes, make, device, mesh=mesh) for name, make in others.items()}
     turns = in_turn({name: side.turn for name, side in sides.items()}, options.repeats, WARM_UP)
-    return {name: figures(sides[name], spent) for name, spent in turns.items()}
-
-
-def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return an optimizer's table row, given its device and host times."""
-    whole, host = (statistics.median(times) for times in zip(*turns, strict=True))
-    row = {"ms": whole}
-    if side.device.type == "cuda":
-        row["host ms"] = host
-    if side.sharded:
-        row["bytes"] = side.sent()
-    return row
+    rows = {}
+    for name, spent in turns.items():
+        whole, host = (statistics.median(times) for times in zip(*spent, strict=True))
+        rows[name] = {"ms": whole}
+        if device.type == "cuda":
+            rows[name]["host ms"] = host
+        if mesh is not None:
+            rows[name]["bytes"] = sides[name].sent()
+    return rows
 
 
 def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]]:
@@ -316,10 +303,16 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
     # because the embedding and head rarely use a matrix rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
     warn_replaced(options.overrides)
-    return {
-        f"{config.run.name}, fullest of {ranks}": (fullest_share(config, ranks), config)
-        for ranks in options.shares
-    }
+    assign = config_assignments(config)
+    matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
+    works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
+    found: dict[str, tuple[Shapes, Config | None]] = {}
+    for ranks in options.shares:
+        placed = place("auto", works, ranks)
+        fullest = placed.loads.index(max(placed.loads))
+        owned = [unit.shape for name, unit in matrices.items() if placed.owners[name] == fullest]
+        found[f"{config.run.name}, fullest of {ranks}"] = owned, config
+    return found
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -178,17 +178,6 @@ class Side:
         return {name: seconds / steps for name, seconds in spent.items()}
 
 
-def start(config: Config) -> Groups:
-    """Check the config against the world size and start its process groups.
-
-    Raises InvalidConfigError, listing the problems, if the config cannot run on these ranks.
-    """
-    check(config, world_size())
-    groups = start_groups(config)
-    check_backends(config, groups.device)
-    return groups
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
@@ -331,10 +320,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the config and its variants. Print and write the results on rank 0."""
     options = parse(arguments)
     configs = variants(options)
-    groups = start(configs[CONFIG])
+    config = configs[CONFIG]
+    check(config, world_size())
+    groups = start_groups(config)
+    check_backends(config, groups.device)
     clock = time.perf_counter if len(configs) == 1 else time.process_time
     try:
-        sides = {name: Side(config, groups, clock) for name, config in configs.items()}
+        sides = {name: Side(each, groups, clock) for name, each in configs.items()}
         measured = measure(sides, options.steps)
         peak = options.peak_flops or peak_flops(device_name(groups.device))
         summaries = {

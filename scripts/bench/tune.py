@@ -136,22 +136,18 @@ def measure(
         # The dispatcher uses the first usable entry. If quack is fastest, add a second entry for
         # installations without it.
         others = [tile for tile in times if tile != dispatch.QUACK]
+        # The size that the dispatcher uses to look up the operation on `x`.
+        square = operation in ("commuting", "polynomial")
+        size = {"batch": batch, "rows": rows, "cols": rows if square else cols}
+        if operation == "grouped":
+            size = {"batch": 2 * batch, "rows": rows, "cols": (cols + -(-cols // 2)) // 2}
         for tile in dict.fromkeys([best, min(others, key=lambda tile: times[tile])]):
             entry = {
-                "operation": operation, "dtype": dtype, **looked_up_as(operation, x),
+                "operation": operation, "dtype": dtype, **size,
                 "tile": None if tile is None else asdict(tile), "library_ms": round(times[None], 5),
                 "best_ms": round(times[tile], 5),
             }  # fmt: skip
             yield entry, not wrong
-
-
-def looked_up_as(operation: Operation, x: Tensor) -> dict[str, int]:
-    """Return the problem size that the dispatcher uses to look up the operation on `x`."""
-    batch, rows, cols = x.shape
-    if operation == "grouped":
-        return {"batch": 2 * batch, "rows": rows, "cols": (cols + -(-cols // 2)) // 2}
-    square = operation in ("commuting", "polynomial")
-    return {"batch": batch, "rows": rows, "cols": rows if square else cols}
 
 
 def written(table: dict[str, Any]) -> str:

@@ -58,7 +58,11 @@ def deep_linear(
     increase, then decrease. The singular values of a raw weight decay geometrically from 1 to
     `smallest`. `residual` is the norm of the initial residual.
     """
-    raw = [raw_weight(draws, rows, cols, smallest) for cols, rows in pairwise(widths)]
+    raw = []
+    for cols, rows in pairwise(widths):
+        left, _, right = torch.linalg.svd(draws.normal(rows, cols), full_matrices=False)
+        values = torch.logspace(0, math.log10(smallest), min(rows, cols), dtype=torch.float64)
+        raw.append(left * values @ right)
     x = torch.linalg.qr(draws.normal(widths[0], samples))[0]
     error = draws.normal(widths[-1], samples)
     error = error * residual / torch.linalg.matrix_norm(error)
@@ -96,19 +100,6 @@ class Descent:
 
     losses: list[float] = field(default_factory=list)
     values: list[list[Tensor]] = field(default_factory=list)
-
-    def reached(self) -> int:
-        """Return the first step at which the loss meets the target, or the number of steps."""
-        goal = TARGET * self.losses[0]
-        return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
-
-
-def raw_weight(draws: Draws, rows: int, cols: int, smallest: float) -> Tensor:
-    """Return a random matrix whose singular values decay geometrically from 1 to `smallest`."""
-    left, _, right = torch.linalg.svd(draws.normal(rows, cols), full_matrices=False)
-    values = torch.logspace(0, math.log10(smallest), min(rows, cols), dtype=torch.float64)
-    weight: Tensor = left * values @ right
-    return weight
 
 
 def effective(w: Tensor, level: int) -> Tensor:
@@ -178,19 +169,16 @@ def smoothness(x: Tensor, loss: float, largest: Sequence[float]) -> float:
     return tau**2 * (math.sqrt(2 * loss) + norm) * len(largest) * float(singular_values(x)[0])
 
 
-def strength(x: Tensor, smallest: Sequence[float]) -> float:
-    """Return mu = (prod mu_l)^2 sigma_min(X)^2, where each mu_l is at most 1."""
-    least = math.prod(min(1.0, each) for each in smallest)
-    return least**2 * float(singular_values(x)[-1]) ** 2
-
-
 def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
     """Check the premise lr <= 1 / beta and the conclusion of theorem 1 along a trajectory."""
     layers = [*zip(*descent.values, strict=True)]
     largest = [max(float(values[0]) for values in layer) for layer in layers]
     smallest = [min(float(values[-1]) for values in layer) for layer in layers]
     beta = smoothness(x, descent.losses[0], largest)
-    promised = 1 - lr * strength(x, smallest)
+    # mu = (prod mu_l)^2 sigma_min(X)^2, where each mu_l is at most 1
+    least = math.prod(min(1.0, each) for each in smallest)
+    mu = least**2 * float(singular_values(x)[-1]) ** 2
+    promised = 1 - lr * mu
     ratios = [b / a for a, b in pairwise(descent.losses)]
     return [
         at_most(f"level {level}: lr beta", lr * beta, 1, "theory, premise", "lr beta"),
@@ -201,7 +189,10 @@ def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
 
 def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
     """Check that each level reaches the target in fewer steps than the level below."""
-    steps = [each.reached() for each in descents]
+    steps = []  # of each level, up to the target
+    for each in descents:
+        goal, losses = TARGET * each.losses[0], each.losses
+        steps.append(next((t for t, loss in enumerate(losses) if loss <= goal), len(losses)))
     return [
         at_most(f"{name}: steps at level {level} / level {level - 1}", after / before, 1,
                 "paper, corollary 1", f"{name}: steps")

@@ -43,16 +43,6 @@ class Regression:
     a: Tensor
     y: Tensor
 
-    @property
-    def euclidean(self) -> float:
-        """L_F = |A|_2^2 / n, the curvature with respect to the Frobenius norm."""
-        return float(spectral_norm(self.a)) ** 2 / self.a.shape[1]
-
-    @property
-    def spectral(self) -> float:
-        """L_op = |A|_F^2 / n, the curvature with respect to the spectral norm."""
-        return float(self.a.square().sum()) / self.a.shape[1]
-
     def start(self) -> Tensor:
         """Return the initial weight, 0."""
         return self.y.new_zeros(self.y.shape[0], self.a.shape[0])
@@ -105,14 +95,21 @@ class Descent:
 def descend(
     problem: Regression, steps: int, *, spectral: bool, start: Tensor | None = None
 ) -> Descent:
-    """Run gradient descent with step size 1 / L_F, or spectral descent with step size 1 / L_op."""
+    """Run gradient descent with step size 1 / L_F, or spectral descent with step size 1 / L_op.
+
+    L_F = |A|_2^2 / n and L_op = |A|_F^2 / n are the curvatures with respect to the Frobenius norm
+    and the spectral norm.
+    """
     weight = nn.Parameter(problem.start() if start is None else start.clone())
     optimizer: torch.optim.Optimizer
+    n = problem.a.shape[1]
     if spectral:
-        lr = 1 / problem.spectral
+        curvature = float(problem.a.square().sum()) / n
+        lr = 1 / curvature
         optimizer = SpectralDescent([weight], lr=lr, weight_decay=0.0, steps=POLAR_STEPS)
     else:
-        lr = 1 / problem.euclidean
+        curvature = float(spectral_norm(problem.a)) ** 2 / n
+        lr = 1 / curvature
         optimizer = torch.optim.SGD([weight], lr=lr)
     run = Descent([], [], [], [])
     for _ in range(steps):
@@ -185,7 +182,14 @@ def pi_bound(
         by_svd.append(near(f"st(A), {features} features, against an SVD", ranks[features], exact,
                            1e-9, "theory: SVD", "by SVD"))  # fmt: skip
     st = [*ranks.values()]
-    ratios = {name: moment_ratio(activation) for name, activation in ACTIVATIONS.items()}
+    # E f(x)^2 / (E f(x))^2 for standard normal x, computed by numerical integration
+    grid = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
+    density = (-grid.square() / 2).exp()
+    density = density / density.sum()
+    ratios = {}
+    for name, activation in ACTIVATIONS.items():
+        y = activation(grid)
+        ratios[name] = float((density * y.square()).sum() / (density * y).sum().square())
     checks = [
         at_most("largest st(A), against pi", max(st), BOUND, "paper"),
         at_most("largest st(A) / bound from the mean column",
@@ -200,15 +204,6 @@ def pi_bound(
         x="features", y="stable rank", log="x", levels={"pi": math.pi},
     )  # fmt: skip
     return Outcome(checks, {"stable_rank": st, "bound": bounds, "moment_ratio": ratios}, [panel])
-
-
-def moment_ratio(activation: Callable[[Tensor], Tensor]) -> float:
-    """Return E f(x)^2 / (E f(x))^2 for standard normal x, computed by numerical integration."""
-    x = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
-    density = (-x.square() / 2).exp()
-    density = density / density.sum()
-    y = activation(x)
-    return float((density * y.square()).sum() / (density * y).sum().square())
 
 
 def relu_features(
@@ -317,8 +312,20 @@ def rank_growth(
         for model in MODELS
     )
     panels.append(Panel("before and after one step", one, two, x="k", log="xy"))
-    data = {"nuclear_rank": ranks, "stable_rank": stable}
-    return Outcome(growth(ranks), data, panels)
+    # In theory, ranks are independent of the width at step 0 and proportional to it after one step.
+    checks = []
+    for model, by_width in ranks.items():
+        initial = max(values[0] for values in by_width.values())
+        growth = min(values[1] / width for width, values in by_width.items())
+        small, *_, large = by_width
+        ratio = by_width[large][1] / by_width[small][1]
+        checks += [
+            at_most(f"{model}: largest nr at step 0", initial, 10, "paper"),
+            at_least(f"{model}: least nr / k at step 1", growth, 0.3, "paper"),
+            near(f"{model}: growth of nr at step 1 from k = {small} to {large}", ratio,
+                 large / small, 0.1, "paper: linear"),
+        ]  # fmt: skip
+    return Outcome(checks, {"nuclear_rank": ranks, "stable_rank": stable}, panels)
 
 
 def problem(draws: Draws, k: int, model: str) -> Regression:
@@ -347,21 +354,3 @@ def gradients(task: Regression, times: Sequence[int]) -> Tensor:
     projected = task.y @ task.a.mT / n @ vectors
     gradient: Tensor = -(projected * powers[:, None]) @ vectors.mT
     return gradient
-
-
-def growth(ranks: dict[str, dict[int, dict[int, float]]]) -> list[Check]:
-    """Check the paper's theory: ranks are independent of the width at step 0, and proportional to
-    it after one step."""
-    checks = []
-    for model, by_width in ranks.items():
-        initial = max(values[0] for values in by_width.values())
-        growth = min(values[1] / width for width, values in by_width.items())
-        small, *_, large = by_width
-        ratio = by_width[large][1] / by_width[small][1]
-        checks += [
-            at_most(f"{model}: largest nr at step 0", initial, 10, "paper"),
-            at_least(f"{model}: least nr / k at step 1", growth, 0.3, "paper"),
-            near(f"{model}: growth of nr at step 1 from k = {small} to {large}", ratio,
-                 large / small, 0.1, "paper: linear"),
-        ]  # fmt: skip
-    return checks

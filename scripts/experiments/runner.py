@@ -94,7 +94,14 @@ class Result:
 
     def content(self) -> dict[str, Any]:
         """Return the contents of the result's JSON file."""
-        checks = [{**finite(asdict(check)), "passed": check.passed} for check in self.checks]
+        checks = []
+        for check in self.checks:
+            # JSON has no infinity, so the infinite end of a range is null.
+            values = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in asdict(check).items()
+            }
+            checks.append({**values, "passed": check.passed})
         seconds = round(self.seconds, 1)
         return {"name": self.name, "seconds": seconds, "passed": not self.failed, "checks": checks}
 
@@ -113,7 +120,10 @@ def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: s
         outcome = Outcome([Check(f"diverged runs ({error})", 1, 0, 0, "theory")], {}, [])
     seconds = time.perf_counter() - begin
     data = json.loads(json.dumps(outcome.data))
-    checks = [*outcome.checks, *(recorded(name, data) if published else [])]
+    checks = [*outcome.checks]
+    if published:
+        numbers = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
+        checks += compared(numbers.get(name, {}), data, ())
     result = Result(name, checks, seconds)
     write_json(
         output / f"{name}.json",
@@ -162,14 +172,6 @@ def drawn(panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace infinite values (open-ended ranges) with None, because JSON has no infinity."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
-
-
 def write_json(path: Path, content: Any) -> None:
     """Write `content` as JSON."""
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -205,12 +207,6 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
             measured, verdict = f"{check.measured:.4g}", "pass" if check.passed else "FAIL"
             yield (result.name, about + check.name, measured, expectation(check), check.source,
                    verdict)  # fmt: skip
-
-
-def recorded(name: str, data: Any) -> list[Check]:
-    """Return checks that compare an experiment's JSON data with recorded.yaml."""
-    numbers = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
-    return list(compared(numbers.get(name, {}), data, ()))
 
 
 def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Check]:

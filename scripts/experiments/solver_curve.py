@@ -90,24 +90,19 @@ def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
     return float(u[0] @ direction[0] @ v[0])
 
 
-def expected_root(rows: int, cols: int) -> float:
-    """Return the standard deviation of lambda* for independent Gaussian matrices, to first order.
-
-    Let m <= n. Then f(0) = u^T Q v has variance 1 / n, where Q is random with orthonormal rows. The
-    singular values of M are close to s = 1 / sqrt(m), so the slope of f at 0 is at least (1 - m /
-    (2 n)) / s.
-    """
-    short, long = sorted((rows, cols))
-    return 1 / (math.sqrt(long * short) * (1 - short / (2 * long)))
-
-
 def properties(
     shape: tuple[int, int], f: Mapping[float, float], roots: Sequence[float], interval: float
 ) -> list[Check]:
     """Check that f increases, and that its roots are near 0 and in the interval of theorem A.3."""
     name = f"{shape[0]} x {shape[1]}"
     rise = min(after - before for before, after in pairwise(f.values()))
-    mean = 3 * expected_root(*shape) / math.sqrt(len(roots))
+    # The standard deviation of lambda* for independent Gaussian matrices, to first order. Let
+    # m <= n. Then f(0) = u^T Q v has variance 1 / n, where Q is random with orthonormal rows. The
+    # singular values of M are close to s = 1 / sqrt(m), so the slope of f at 0 is at least
+    # (1 - m / (2 n)) / s.
+    short, long = sorted(shape)
+    deviation = 1 / (math.sqrt(long * short) * (1 - short / (2 * long)))
+    mean = 3 * deviation / math.sqrt(len(roots))
     return [
         at_least(f"{name}: least rise of f over the grid", rise, 0, "paper, theorem A.2"),
         at_most(f"{name}: largest |lambda*|", max(map(abs, roots)), interval, "paper, theorem A.3"),
