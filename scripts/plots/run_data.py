@@ -76,12 +76,6 @@ class RunData:
         """The last logged step, or 0 if there is none."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Number of tokens per optimizer step at the full batch size."""
-        train = self.config["train"]
-        return int(train["global_batch"] * train["sequence_length"])
-
     def series(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
         """Return the points (`x(line)`, value) of a metric. `x` defaults to the token count."""
         x = x or self.tokens
@@ -100,7 +94,9 @@ class RunData:
         have changed during the run.
         """
         steps, tokens = self._counted
-        after = max(0, line["step"] - steps[-1]) * self.tokens_per_step
+        train = self.config["train"]
+        per_step = int(train["global_batch"] * train["sequence_length"])
+        after = max(0, line["step"] - steps[-1]) * per_step
         return float(np.interp(line["step"], steps, tokens)) + after
 
     @cached_property

@@ -202,8 +202,14 @@ def samples(run: RunData) -> list[tuple[str, str, str, str]]:
 
 def happenings(run: RunData) -> Iterator[dict[str, Any]]:
     """Yield events and skipped steps in order, as dicts with the keys used by the template."""
+    rows = []
+    for event in run.events:
+        text = str(event["text"])
+        if "error" in event:
+            rank, host = event.get("rank"), event.get("host")
+            text = f"{event['error']} on rank {rank} (host {host}): {text}"
+        rows.append((event["step"], event["time"], event["kind"], text))
     skipped = 0
-    rows = [(each["step"], each["time"], each["kind"], event_text(each)) for each in run.events]
     for line in run.metrics:
         now = int(line.get("optim/skipped_steps", skipped))
         if now > skipped:
@@ -217,14 +223,6 @@ def happenings(run: RunData) -> Iterator[dict[str, Any]]:
         shown = time.replace("T", " ").replace("+00:00", " UTC")
         alarm = kind in ALARMS
         yield {"time": shown, "step": f"{step:,}", "kind": kind, "text": text, "alarm": alarm}
-
-
-def event_text(event: Line) -> str:
-    """Return an event's text. For failures, the text includes the error type, rank and host."""
-    if "error" not in event:
-        return str(event["text"])
-    rank, host = event.get("rank"), event.get("host")
-    return f"{event['error']} on rank {rank} (host {host}): {event['text']}"
 
 
 SHAPE: Final = {
@@ -247,7 +245,12 @@ def data_use(run: RunData) -> dict[str, Any] | None:
     except (OSError, ValueError, InputError):
         return None
     phases = content["phases"]
-    last: Line = next((m for m in reversed(run.metrics) if any(map(_is_count, m))), {})
+    counted = [
+        line
+        for line in run.metrics
+        if any(key.startswith("data/") and key.endswith("/tokens") for key in line)
+    ]
+    last: Line = counted[-1] if counted else {}
     header = ["set", *(f"from step {phase['after_steps'] + 1:,}" for phase in phases)]
     header += ["tokens read"] * bool(last) + ["total tokens", "epochs"]
     rows = []
@@ -257,7 +260,3 @@ def data_use(run: RunData) -> dict[str, Any] | None:
         shares = [f"{phase['shares'].get(name, 0):.1%}" for phase in phases]
         rows.append([name, *shares, *read, f"{each['tokens']:,}", f"{each['epochs']:.2f}"])
     return {"header": header, "rows": rows}
-
-
-def _is_count(key: str) -> bool:
-    return key.startswith("data/") and key.endswith("/tokens")

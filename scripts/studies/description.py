@@ -32,19 +32,6 @@ def settings(overrides: Sequence[str]) -> dict[str, str]:
     return dict(override.split("=", 1) for override in overrides)
 
 
-def tuned_value(keys: str, overrides: Sequence[str]) -> float:
-    """Return the value that `overrides` sets for the first key in `keys` (`KEY+KEY`).
-
-    Raises InvalidConfigError if `overrides` does not set this key.
-    """
-    value = settings(overrides).get(first_key(keys))
-    if value is None:
-        raise InvalidConfigError(
-            [f"factors: the study in tuned_in must tune {first_key(keys)}, got {overrides}"]
-        )
-    return float(value)
-
-
 class Stage(Section):
     """The candidates of a search stage, specified by exactly one of three fields.
 
@@ -64,13 +51,17 @@ class Stage(Section):
 
     def candidates(self, tuned: list[str]) -> list[list[str]]:
         """Return the overrides of each candidate. `tuned` holds the values to multiply by
-        `factors`."""
+        `factors`. Raises InvalidConfigError if `tuned` does not set a key in `factors`."""
         if self.choices:
             return self.choices
-        values = self.grid or {
-            key: [tuned_value(key, tuned) * factor for factor in factors]
-            for key, factors in self.factors.items()
-        }
+        values, chosen = dict(self.grid), settings(tuned)
+        for keys, factors in self.factors.items():
+            key = first_key(keys)
+            if key not in chosen:
+                raise InvalidConfigError(
+                    [f"factors: the study in tuned_in must tune {key}, got {tuned}"]
+                )
+            values[keys] = [float(chosen[key]) * factor for factor in factors]
         return [
             [
                 f"{key}={value:.6g}"
@@ -229,7 +220,12 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
         if not all(0 < share <= 1 for share in shares):
             problems.append(f"search.stages.{stage}: shares must be in (0, 1], got {shares}")
     if not problems:
-        problems += _budget_problems(study)
+        budgets = {name: study.budget(name) for name in study.variants}
+        if len(set(budgets.values())) > 1:
+            shown = ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())
+            problems.append(
+                f"all variants must have the same tuning budget in full runs, got {shown}"
+            )
     if study.curve is not None and study.curve.variant not in study.variants:
         problems.append(f"curve.variant must be one of the variants, got {study.curve.variant}")
     if (study.search or study.curve) and not study.full:
@@ -277,12 +273,3 @@ def _search_problems(study: Study, name: str) -> list[str]:
         if stages_given[stage].factors and study.tuned_in is None:
             problems.append(f"{name}: factors in {stage} require tuned_in, got null")
     return problems
-
-
-def _budget_problems(study: Study) -> list[str]:
-    """Return a problem if tuning costs differ between variants."""
-    budgets = {name: study.budget(name) for name in study.variants}
-    if len(set(budgets.values())) < 2:
-        return []
-    shown = ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())
-    return [f"all variants must have the same tuning budget in full runs, got {shown}"]

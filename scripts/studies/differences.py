@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from scripts.studies.description import Stage, Study, Variant, settings
+from scripts.studies.description import Study, Variant, settings
 from training.config import Config
 from training.config.yaml_files import flat
 from training.errors import InputError
@@ -65,14 +65,11 @@ def covered(key: str, keys: Collection[str]) -> bool:
 
 def own_keys(variant: Variant) -> set[str]:
     """Return the keys that a study sets or tunes for a variant."""
-    chosen = (key for stage in variant.search.values() for key in stage_keys(stage))
-    return {*settings(variant.overrides), *chosen}
-
-
-def stage_keys(stage: Stage) -> set[str]:
-    """Return the keys that a stage tunes."""
-    keys = {key for keys in (*stage.grid, *stage.factors) for key in keys.split("+")}
-    return keys | {key for choice in stage.choices for key in settings(choice)}
+    own = {*settings(variant.overrides)}
+    for stage in variant.search.values():
+        own |= {key for keys in (*stage.grid, *stage.factors) for key in keys.split("+")}
+        own |= {key for choice in stage.choices for key in settings(choice)}
+    return own
 
 
 def unlike_keys(one: Config, other: Config) -> Differences:
@@ -81,7 +78,13 @@ def unlike_keys(one: Config, other: Config) -> Differences:
     A section that is present in only one of the configs counts as a single key.
     """
     first, second = dict(flat(asdict(one))), dict(flat(asdict(other)))
-    skipped = [*NOT_TRAINED, *(f"optimizer.rules.{rule}." for rule in unshared_rules(one, other))]
+    used = [
+        {str(value) for key, value in each.items() if key.endswith(".rule")}
+        for each in (first, second)
+    ]
+    rules = asdict(one.optimizer)["rules"]
+    unshared = rules.keys() - (used[0] & used[1])
+    skipped = [*NOT_TRAINED, *(f"optimizer.rules.{rule}." for rule in unshared)]
     unlike: Differences = {}
     for key in first.keys() | second.keys():
         if key.startswith(tuple(skipped)) or first.get(key) == second.get(key):
@@ -92,28 +95,13 @@ def unlike_keys(one: Config, other: Config) -> Differences:
             unlike[section] = (first.get(section, "set"), second.get(section, "set"))
         else:
             unlike[key] = (first.get(key), second.get(key))
-    return dict(sorted((unlike | unlike_settings(one, other)).items()))
-
-
-def unlike_settings(one: Config, other: Config) -> Differences:
-    """Return the hyper-parameters that both matrix rules have, but with different values."""
     rule, its = one.optimizer.matrix.rule, other.optimizer.matrix.rule
-    first = asdict(one.optimizer)["rules"][rule]
-    second = asdict(other.optimizer)["rules"][its] if rule != its else first
-    return {
-        f"optimizer.rules.{rule}.{key}": (first[key], second[key])
-        for key in first.keys() & second.keys()
-        if first[key] != second[key]
-    }
-
-
-def unshared_rules(one: Config, other: Config) -> set[str]:
-    """Return the rules used by at most one of two configs."""
-    used = [
-        {str(value) for key, value in flat(asdict(each)) if key.endswith(".rule")}
-        for each in (one, other)
-    ]
-    return {*asdict(one.optimizer)["rules"]} - (used[0] & used[1])
+    if rule != its:  # compare the hyper-parameters that both matrix rules have
+        mine, theirs = rules[rule], asdict(other.optimizer)["rules"][its]
+        for key in mine.keys() & theirs.keys():
+            if mine[key] != theirs[key]:
+                unlike[f"optimizer.rules.{rule}.{key}"] = (mine[key], theirs[key])
+    return dict(sorted(unlike.items()))
 
 
 def sentences(study: Study, differ: Mapping[str, Differences]) -> list[str]:

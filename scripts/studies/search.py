@@ -64,7 +64,11 @@ def search(
         for rung in rungs:
             tried = try_all(study, stage, rung, chosen, left, extra, train)
             trials += tried
-            left = {name: best(name, tried, rung.keep) for name in left}
+            for name in left:
+                mine = [trial for trial in tried if trial.variant == name]
+                # Failed candidates come last.
+                mine.sort(key=lambda trial: math.inf if trial.loss is None else trial.loss)
+                left[name] = [trial.candidate for trial in mine[: rung.keep]]
             report(Outcome(chosen, trials))
         for name, (winner,) in left.items():
             chosen[name] += winner
@@ -114,14 +118,6 @@ def try_all(
         loss = statistics.fmean(losses) if len(losses) == len(seeds) else None
         trials.append(Trial(name, stage, rung.share, candidate, loss, seeds))
     return trials
-
-
-def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:
-    """Return the `count` candidates of a variant with the lowest loss. Failed candidates come
-    last."""
-    mine = [trial for trial in trials if trial.variant == variant]
-    mine.sort(key=lambda trial: math.inf if trial.loss is None else trial.loss)
-    return [trial.candidate for trial in mine[:count]]
 
 
 def run_of(

@@ -99,15 +99,21 @@ def markdown(results: Results) -> str:
     tables = {
         "comparison": [comparison_cells(line) for line in records(compared)],
         "by dataset": by_dataset(results),
-        "also differ": also_differ(results),
+        "also differ": [
+            {"variant": name, "key": key, "value": str(value), "in the other": str(other)}
+            for name, keys in results.get("differ", {}).items()
+            for key, (value, other) in keys.items()
+        ],
     }
     for key in searched_keys(results):
         losses = records(loss_by(results, key))
         tables[f"loss by {first_key(key)}"] = [best_in_bold(line) for line in losses]
     tables["later rungs"] = later_rungs(results)
     if results.get("points"):
-        shares = records(tokens_to_loss(results, compared))
-        tables["tokens"] = [share_cells(line) for line in shares]
+        tables["tokens"] = [
+            {key: x if isinstance(x, str) else number(x, ".2f") for key, x in line.items()}
+            for line in records(tokens_to_loss(results, compared))
+        ]
     unfinished = "" if results.get("complete", True) else f"unfinished: {trained(results)}\n\n"
     return unfinished + "\n".join(
         f"### {name}\n\n{markdown_table(list(rows[0]), [list(row.values()) for row in rows])}"
@@ -164,18 +170,6 @@ def by_dataset(results: Results) -> list[dict[str, str]]:
                 cells.append({"dataset": name, **comparison_cells({**line, "chosen": ""})})
                 del cells[-1]["settings"]
     return cells
-
-
-def also_differ(results: Results) -> list[dict[str, str]]:
-    """Return a row for each undeclared difference between a variant and its reference.
-
-    Undeclared keys are neither set by the study nor listed in `differs`.
-    """
-    return [
-        {"variant": name, "key": key, "value": str(value), "in the other": str(other)}
-        for name, keys in results.get("differ", {}).items()
-        for key, (value, other) in keys.items()
-    ]
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
@@ -358,11 +352,6 @@ def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
     finite = {key: value for key, value in figures.items() if not math.isnan(value)}
     best = min(finite, key=lambda key: finite[key])
     return {"variant": line["variant"], **cells, best: f"**{cells[best]}**"}
-
-
-def share_cells(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the formatted cells of a row of `tokens_to_loss`."""
-    return {k: x if isinstance(x, str) else number(x, ".2f") for k, x in line.items()}
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:

@@ -87,18 +87,17 @@ def digests(prefix: Path) -> list[str]:
     files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
     if not all(file.is_file() for file in files):
         return []
-    return [UNKNOWN, *(_digest(file, _version(file)) for file in files)]
-
-
-def _version(file: Path) -> tuple[int, int, int]:
-    """Return a file's inode, size and modification time, which change when it is replaced."""
-    facts = file.stat()
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+    sums = [UNKNOWN]
+    for file in files:
+        facts = file.stat()
+        sums.append(_digest(file, (facts.st_ino, facts.st_size, facts.st_mtime_ns)))
+    return sums
 
 
 @cache
 def _digest(file: Path, version: tuple[int, int, int]) -> str:
-    """Return the sha256 of a file, cached by its version."""
+    """Return the sha256 of a file, cached by `version`: the file's inode, size and modification
+    time, which change when the file is replaced."""
     return file_sha256(file)
 
 
@@ -127,7 +126,12 @@ def places(options: argparse.Namespace) -> list[Place]:
     each: int | None = options.gpus_per_run
     if each is None:
         return [Place(options.nproc)] * (options.jobs or 1)
-    gpus = visible_gpus()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        gpus = [str(i) for i in range(torch.cuda.device_count())]
+    else:  # as in CUDA, the list ends at the first invalid name
+        names = (name.strip() for name in named.split(","))
+        gpus = list(takewhile(lambda name: name and not name.startswith("-"), names))
     most = len(gpus) // each
     if most == 0:
         raise InputError(
@@ -141,15 +145,6 @@ def places(options: argparse.Namespace) -> list[Place]:
             f"got {jobs}"
         )
     return [Place(each, tuple(gpus[i * each : (i + 1) * each])) for i in range(jobs)]
-
-
-def visible_gpus() -> Sequence[str]:
-    """Return the names of the visible GPUs. As in CUDA, the list ends at the first invalid name."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        names = (name.strip() for name in named.split(","))
-        return list(takewhile(lambda name: name and not name.startswith("-"), names))
-    return [str(i) for i in range(torch.cuda.device_count())]
 
 
 class RunFailedError(InputError):
@@ -330,15 +325,12 @@ def message(log: Path) -> str:
     """Return the first line of the last error in a run's log, or the last line if there is no
     error."""
     lines = lines_of(log) or ["nothing"]
-    errors = [list(group) for error, group in groupby(lines, is_error) if error]
+    # Commands prefix every line of an error.
+    groups = groupby(lines, lambda line: line.startswith("error: "))
+    errors = [list(group) for error, group in groups if error]
     return errors[-1][0] if errors else lines[-1]
 
 
 def lines_of(log: Path) -> list[str]:
     """Return the lines of a log, which may be truncated in mid-character."""
     return log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-
-
-def is_error(line: str) -> bool:
-    """Return whether a log line belongs to an error. Commands prefix every line of an error."""
-    return line.startswith("error: ")
