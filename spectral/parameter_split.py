@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ELEMENTWISE_LR = 1e-3
 """Default AdamW learning rate for parameters without a spectral rule."""
 VECTOR = Seen(None, "a vector", decays=False)
+EMBEDDING = Seen(None, "an embedding")
 
 
 class Row(NamedTuple):
@@ -163,9 +164,11 @@ def split_parameters(
         if (answer := _given(weight, own, apart)) is not None:
             given[weight.name] = answer
     if example is not None:
-        unknown = {w.name: w.parameter for w in weights if w.name not in given}
+        several = [w for w in weights if w.parameter.ndim > 1]
+        rest = [w for w in several if given.get(w.name) not in (VECTOR, EMBEDDING)]
+        followed = {w.name: w.parameter for w in rest}
         vectors = {w.name: w.parameter for w in weights if given.get(w.name) == VECTOR}
-        given |= watch(module, unknown, vectors, example)
+        given |= watch(module, followed, vectors, example, given)
     else:
         given |= KnownWeights(module).answers([w for w in weights if w.name not in given])
     groups: dict[Division, list[tuple[str, nn.Parameter]]] = {}
@@ -283,7 +286,7 @@ def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Se
     if weight.parameter.ndim < 2:
         return VECTOR._replace(reason="elementwise") if id(weight.parameter) in apart else VECTOR
     if is_embedding(weight.module):
-        return Seen(None, "an embedding")
+        return EMBEDDING
     if id(weight.parameter) in apart:
         return Seen(None, "elementwise")
     if divisions:

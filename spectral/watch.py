@@ -27,7 +27,7 @@ sets into a division.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial, reduce
@@ -95,7 +95,11 @@ ENDS = re.compile(r".*(loss|entropy|histc).*")
 
 
 def watch(
-    model: nn.Module, weights: Mapping[str, Tensor], vectors: Mapping[str, Tensor], example: Any
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    vectors: Mapping[str, Tensor],
+    example: Any,
+    given: Container[str],
 ) -> dict[str, Seen]:
     """Run a forward pass, and return the division that it reveals for each weight.
 
@@ -106,6 +110,7 @@ def watch(
         vectors: parameters that must not be used as matrices in a matmul.
         example: the model's arguments (a tensor, a tuple or a mapping), or a function that runs the
             pass.
+        given: the names of weights that are followed, but not divided.
 
     Raises:
         ValueError: if a weight is sharded or on the meta device, if the pass does not use a weight
@@ -144,7 +149,7 @@ def watch(
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
     taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}
     seen, problems = {}, {name: f": {problem}" for name, problem in watched.flat.items()}
-    for use in uses:
+    for use in (use for use in uses if use.name not in given):
         try:
             seen[use.name] = use.verdict(taken)
         except ValueError as error:
@@ -777,9 +782,7 @@ class Watch(TorchDispatchMode):
         weight = next((t for t in (right, left) if t in self.weights), None)
         if left in self.weights and self.facts(right).is_parameter:
             if weight is not right:
-                return self._hide(
-                    [left], "a product with a weight that is frozen or assigned explicitly"
-                )
+                return self._hide([left], "a product with a frozen weight or an embedding")
             self._use(right).tables.add(self._use(left))
             self.facts(out).is_product = True
         layer = weight is not None or any(self.facts(t).is_parameter for t in (left, right))

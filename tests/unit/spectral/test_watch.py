@@ -1141,6 +1141,9 @@ def test_units_and_elementwise_go_before_what_is_seen() -> None:
     rows = [(row.matrices, row.reason) for row in split.rows if row.rule != "adamw"]
     assert rows == [(4, "units")]
     assert "elementwise" in str(split)
+    heads = module("inner 12 8, a 8 4, b 8 4", lambda m, x: m.a(y := m.inner(x)) + m.b(y))
+    rules = [r.rule for r in split_parameters(heads, example=x, elementwise=heads.b).rows]
+    assert rules == ["spectral", "adamw", "adamw"]
     flat = module("inner 12 12, out 4 4, flat 60", a_flat_weight)
     rules = [r.rule for r in split_parameters(flat, example=x, elementwise=flat.flat).rows]
     assert sorted(rules) == ["adamw", "adamw", "spectral"]
@@ -1250,7 +1253,7 @@ def attention_to_mixed_tokens(m: Any, x: Tensor) -> Any:
     return m.out(attention(q, m.mix(k.mT).mT, m.mix(v.mT).mT))
 
 
-GIVEN = "tokens: a product with a weight that is frozen or assigned explicitly hides"
+GIVEN = "tokens: a product with a frozen weight or an embedding hides"
 
 
 @refused(GIVEN, "q 12 12, out 12 12, tokens 1x6x12", kv=FROZEN)
