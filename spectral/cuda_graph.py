@@ -48,9 +48,20 @@ class CapturedCall:
             self.graph.replay()
             return False
         elif self.calls <= WARM_UP:
-            self._warm_up(self.stream)
+            # Run the call on the capture stream, because libraries keep per-stream state.
+            current = torch.cuda.current_stream(self.device)
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                self.call()
+            current.wait_stream(self.stream)
         else:
-            self._record(self.stream)
+            graph = torch.cuda.CUDAGraph()
+            # Capturing launches no kernels. thread_local restricts only this thread, because NCCL
+            # makes CUDA calls from other threads.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.call()
+            self.graph = graph
+            graph.replay()
         return True
 
     def release(self) -> None:
@@ -62,23 +73,6 @@ class CapturedCall:
             torch.cuda.synchronize(self.device)
             self.graph.reset()
         self.graph, self.calls = None, 0
-
-    def _warm_up(self, stream: torch.cuda.Stream) -> None:
-        """Run the call on the capture stream, because libraries keep per-stream state."""
-        current = torch.cuda.current_stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self.call()
-        current.wait_stream(stream)
-
-    def _record(self, stream: torch.cuda.Stream) -> None:
-        """Capture the call without launching its kernels, and then launch the graph."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local restricts only this thread, because NCCL makes CUDA calls from other threads.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self.call()
-        self.graph = graph
-        graph.replay()
 
 
 class CapturedStep:
@@ -96,29 +90,51 @@ class CapturedStep:
         """Prepare to capture the steps of `optimizer`.
 
         Raises ValueError if a step would require a host sync, or if a learning rate is not a tensor
-        on the device.
+        on the device, and TypeError for another kind of optimizer.
         """
-        check_capturable(optimizer)
+        if not isinstance(optimizer, SpectralOptimizer):
+            raise TypeError(
+                f"optimizer must be a SpectralOptimizer, got {type(optimizer).__name__}"
+            )
+        if optimizer.defaults["nonfinite"] != "skip":
+            raise ValueError(
+                "nonfinite must be 'skip' in a captured step, because 'raise' requires a host sync"
+            )
+        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        if len(devices) != 1:
+            raise ValueError(f"parameters must be on one device, got {sorted(map(str, devices))}")
+        (device,) = devices
+        for i, group in enumerate(optimizer.param_groups):
+            lr = group["lr"]
+            if not isinstance(lr, Tensor) or lr.device != device:
+                raise ValueError(
+                    f"lr of group {i} must be a 0-d tensor on {device} in a captured step, got "
+                    f"{lr!r}"
+                )
+            waits = rule_of(group).waiting_field
+            if waits is not None:
+                raise ValueError(
+                    f"{waits} of group {i} must not be True in a captured step: it causes a host "
+                    "sync"
+                )
         self.optimizer = optimizer
-        device = optimizer.param_groups[0]["params"][0].device
         self._captured = CapturedCall(lambda: optimizer.step(), device)
         self._first: dict[str, object] | None = None  # constants at the first step
 
     def __call__(self) -> None:
         """Take a step. Raise RuntimeError if an address or value baked into the graph changed."""
         if self._first is not None:
-            self._check(self._first, self._fixed())
+            now = self._fixed()
+            for name in self._first | now:
+                if now.get(name) != self._first.get(name):
+                    raise RuntimeError(
+                        f"{name} must not move or change after the first captured step; clear "
+                        "gradients with zero_grad(set_to_none=False), or call release() to "
+                        "recapture"
+                    )
         self._captured()
         if self._first is None:  # after the step, because it moves the state of cast parameters
             self._first = self._fixed()
-
-    def _check(self, first: dict[str, object], now: dict[str, object]) -> None:
-        for name in first | now:
-            if now.get(name) != first.get(name):
-                raise RuntimeError(
-                    f"{name} must not move or change after the first captured step; clear "
-                    "gradients with zero_grad(set_to_none=False), or call release() to recapture"
-                )
 
     def _fixed(self) -> dict[str, object]:
         """Return the constants baked into a graph: tensor addresses and field values."""
@@ -148,28 +164,3 @@ def _identity(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return (value.to_local() if is_dtensor(value) else value).data_ptr()
-
-
-def check_capturable(optimizer: SpectralOptimizer) -> None:
-    """Raise ValueError or TypeError if a step of the optimizer cannot be captured."""
-    if not isinstance(optimizer, SpectralOptimizer):
-        raise TypeError(f"optimizer must be a SpectralOptimizer, got {type(optimizer).__name__}")
-    if optimizer.defaults["nonfinite"] != "skip":
-        raise ValueError(
-            "nonfinite must be 'skip' in a captured step, because 'raise' requires a host sync"
-        )
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    if len(devices) != 1:
-        raise ValueError(f"parameters must be on one device, got {sorted(map(str, devices))}")
-    (device,) = devices
-    for i, group in enumerate(optimizer.param_groups):
-        lr = group["lr"]
-        if not isinstance(lr, Tensor) or lr.device != device:
-            raise ValueError(
-                f"lr of group {i} must be a 0-d tensor on {device} in a captured step, got {lr!r}"
-            )
-        waits = rule_of(group).waiting_field
-        if waits is not None:
-            raise ValueError(
-                f"{waits} of group {i} must not be True in a captured step: it causes a host sync"
-            )

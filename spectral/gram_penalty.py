@@ -40,32 +40,31 @@ def gram_penalty_and_grad(
     """
     with torch.no_grad():
         wide = wide_matrices(w)
-        _check(power, side, normalize)
-        oriented = wide if side == "in" else wide.mT
-        value, grad = _squared(oriented, normalize)
+        if power not in (1, 2):
+            raise ValueError(f"power must be 1 or 2, got {power}")
+        if side not in ("in", "out"):
+            raise ValueError(f"side must be 'in' or 'out', got {side!r}")
+        if normalize not in (None, "frobenius", "size"):
+            raise ValueError(f"normalize must be None, 'frobenius' or 'size', got {normalize!r}")
+        oriented = wide if side == "in" else wide.mT  # E is that of the columns' Gram matrix
+        value, product = _energy(oriented)
+        grad = 4 * product
+        if normalize == "size":
+            n = oriented.shape[-1]
+            # A single column has no off-diagonal entries: value and gradient are already zero.
+            value, grad = value / max(1, n * (n - 1)), grad / max(1, n * (n - 1))
+        elif normalize == "frobenius":
+            norm = oriented.square().sum((-2, -1))
+            safe = torch.where(norm > 0, norm, 1)
+            value = value / safe.square()
+            # d (E / N) = dE / N - (E / N) dN / N with N = norm^2 and dN / N = 4 W / norm
+            scaled = grad / safe.square()[..., None, None]
+            grad = scaled - (4 * value / safe)[..., None, None] * oriented
         if power == 1:
             value = value.sqrt()
             divisor = torch.where(value > 0, 2 * value, torch.inf)
             grad = grad / divisor[..., None, None]
         return value.to(w.dtype), (grad if side == "in" else grad.mT).to(w.dtype)
-
-
-def _squared(w: Tensor, normalize: Normalize | None) -> tuple[Tensor, Tensor]:
-    """Compute E / N `[...]` and its gradient, for the Gram matrix of the columns."""
-    energy, product = _energy(w)
-    grad = 4 * product
-    n = w.shape[-1]
-    if normalize == "size":
-        # A single column has no off-diagonal entries: energy and gradient are already zero.
-        return energy / max(1, n * (n - 1)), grad / max(1, n * (n - 1))
-    if normalize == "frobenius":
-        norm = w.square().sum((-2, -1))
-        safe = torch.where(norm > 0, norm, 1)
-        value = energy / safe.square()
-        # d (E / N) = dE / N - (E / N) dN / N with N = norm^2 and dN / N = 4 W / norm
-        scaled = grad / safe.square()[..., None, None]
-        return value, scaled - (4 * value / safe)[..., None, None] * w
-    return energy, grad
 
 
 def _energy(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,12 +106,3 @@ def gram_penalty(
     """
     out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]
     return out
-
-
-def _check(power: int, side: str, normalize: str | None) -> None:
-    if power not in (1, 2):
-        raise ValueError(f"power must be 1 or 2, got {power}")
-    if side not in ("in", "out"):
-        raise ValueError(f"side must be 'in' or 'out', got {side!r}")
-    if normalize not in (None, "frobenius", "size"):
-        raise ValueError(f"normalize must be None, 'frobenius' or 'size', got {normalize!r}")

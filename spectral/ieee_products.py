@@ -72,7 +72,10 @@ def ieee_products() -> Iterator[None]:
 
 def _set_ieee() -> Callable[[], None]:
     """Enable IEEE matmuls, and return a function that restores the previous settings."""
-    legacy = _legacy_precision()
+    try:
+        legacy = str(torch.get_float32_matmul_precision())
+    except RuntimeError:  # the newer API was used: infer the precision
+        legacy = "high" if is_ieee() else "highest"
     precisions = [backend.fp32_precision for backend in MATMUL]
     reductions = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS}
     # This older function changes all settings; cuBLAS rejects settings that conflict with it.
@@ -95,11 +98,3 @@ def is_ieee() -> bool:
     precisions = [backend.fp32_precision for backend in MATMUL]
     precisions = precisions or [torch.get_float32_matmul_precision()]
     return {*precisions} <= {"none", "ieee", "highest"}
-
-
-def _legacy_precision() -> str:
-    """Return the precision set with the older API, or infer it if the newer one was used."""
-    try:
-        return str(torch.get_float32_matmul_precision())
-    except RuntimeError:
-        return "high" if is_ieee() else "highest"

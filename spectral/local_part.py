@@ -57,14 +57,6 @@ def gradients_of(
     return grads
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """Differentiably all-gather a whole tensor from the ranks that share it.
-
-    Every rank computes with the whole tensor, so incoming gradients are identical on all ranks.
-    """
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
-
-
 def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
     """Wrap `local`, this rank's part, in a tensor with the shape and placements of `parameter`."""
     if not is_dtensor(parameter):

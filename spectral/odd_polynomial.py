@@ -95,7 +95,13 @@ def fit_polynomial(
             "interval and cutoff must satisfy 0 <= interval[0] < cutoff < interval[1], got "
             f"{interval} and {cutoff}"
         )
-    nodes, weights = _gauss_legendre(2 * degree + 2 + math.ceil(alpha / 2) + 32)
+    # The nodes of Gauss-Legendre quadrature on [-1, 1] are the eigenvalues of the Jacobi matrix,
+    # whose eigenvectors determine the weights (Golub & Welsch, 1969).
+    count = 2 * degree + 2 + math.ceil(alpha / 2) + 32
+    k = torch.arange(1, count, dtype=torch.float64, device="cpu")
+    off = k / (4 * k * k - 1).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    weights = 2 * vectors[0].square()
     halves = [(low, cutoff), (cutoff, high)]
     x = torch.cat([(b - a) / 2 * nodes + (a + b) / 2 for a, b in halves])
     root = (torch.cat([(b - a) / 2 * weights for a, b in halves]) * x**alpha).sqrt()
@@ -106,18 +112,6 @@ def fit_polynomial(
     fitted = torch.linalg.lstsq(basis, residual[:, None], driver="gelsd").solution
     free: list[float] = fitted[:, 0].tolist()
     return (1.0 - math.fsum(free), *free)
-
-
-def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Compute the nodes and weights `[count]` of Gauss-Legendre quadrature on [-1, 1].
-
-    The nodes are the eigenvalues of the Jacobi matrix, whose eigenvectors determine the weights
-    (Golub & Welsch, 1969).
-    """
-    k = torch.arange(1, count, dtype=torch.float64, device="cpu")
-    off = k / (4 * k * k - 1).sqrt()
-    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
-    return nodes, 2 * vectors[0].square()
 
 
 def _horner(b: Tensor, coefficients: Stage) -> list[Tensor]:

@@ -39,7 +39,6 @@ from .parameter_state import (
     Kind,
     Snapshot,
     check_entries,
-    check_kinds,
     complete_numbers,
     entry_names,
     follow,
@@ -55,7 +54,7 @@ from .parameter_state import (
     same,
     saved_problems,
 )
-from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
+from .rules import RULES, AdamWRule, Report, Rule, Stack, Step
 from .rules.base import Rate, check_fields, check_rate, check_value
 from .stepping import ParameterUnits, step_units
 
@@ -310,7 +309,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         decay = self.defaults["weight_decay"]
         common = {"rule": name, "lr": rate, "weight_decay": decay, "units": None}
         chosen = self._chosen if name == self.defaults["rule"] else {}
-        fields = fields_of(name, exact=_are_float64(settings["params"]))
+        tensors = [p[1] if isinstance(p, tuple) else p for p in settings["params"]]
+        exact = any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
+        fields = fields_of(name, exact=exact)
         group = {**fields, **common, **chosen, **settings}
         _check_rates(group, least=0.0)
         return group
@@ -337,24 +338,16 @@ class SpectralOptimizer(torch.optim.Optimizer):
             follow(parameter, self.state[parameter], rule, masters=masters)
         self._complete(group, group["params"])
 
+    @ieee_products()
     def _complete(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
         """Create the missing state entries of a group's parameters from their weights."""
-        names = {*entry_names(rule_of(group))}
-        incomplete = [p for p in parameters if not names <= self.state[p].keys()]
-        for parameter, state in self._initial_states(group, incomplete).items():
-            entries = self.state[parameter]
-            entries |= {name: x for name, x in state.items() if name not in entries}
-
-    @ieee_products()
-    def _initial_states(
-        self, group: dict[str, Any], parameters: Sequence[Tensor]
-    ) -> dict[Tensor, State]:
-        """Return the initial state of a group's parameters, without master weights."""
         rule, division = rule_of(group), Division.of(group["units"])
-        shared = [p for p in parameters if self._is_shared(p, rule)]
+        names = {*entry_names(rule)}
+        incomplete = [p for p in parameters if not names <= self.state[p].keys()]
+        shared = [p for p in incomplete if self._is_shared(p, rule)]
         states = {
             p: initial_state(rule, division, p, self._weight(p))
-            for p in parameters
+            for p in incomplete
             if not self._is_shared(p, rule)
         }
         matrices = self._shared_matrices([(p, rule, division) for p in shared])
@@ -364,7 +357,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for p, weight, state in zip(shared, weights, entries, strict=True):
                 zeros = {k: torch.zeros_like(weight) for k in rule.elementwise_state}
                 states[p] = {k: placed_like(v, p) for k, v in zeros.items()} | state
-        return states
+        for parameter, state in states.items():
+            entries = self.state[parameter]
+            entries |= {name: x for name, x in state.items() if name not in entries}
 
     def _weight(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of the weight to update: the master, if any, or the parameter."""
@@ -387,7 +382,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
             return before
         self._rename()
         kinds = kinds_of(self.param_groups)
-        check_kinds(kinds, self._kinds, self.state)
+        for parameter, kind in kinds.items():
+            old = self._kinds.get(parameter, kind)
+            if kind != old and self.state.get(parameter):
+                raise ValueError(
+                    f"a parameter with state must keep its rule {old[0]!r} and units "
+                    f"{old[1].settings()}, got {kind[0]!r} and {kind[1].settings()}; create a "
+                    "new optimizer or group for the parameter"
+                )
         check_entries(self.param_groups, self.state)
         for group in self.param_groups:
             self._initialise(group)
@@ -453,8 +455,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
             saved = super().state_dict()
         finally:
             state.update(foreign)
-        for group in saved["param_groups"]:  # torch.load(weights_only=True) rejects NumPy's numbers
-            group |= {k: v.item() for k, v in group.items() if _is_numpy(v)}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:  # torch.load(weights_only=True) rejects NumPy's numbers
+            for group in saved["param_groups"]:
+                group |= {k: v.item() for k, v in group.items() if isinstance(v, numpy.generic)}
         if foreign:
             saved["state"][FOREIGN] = foreign
         return saved
@@ -480,11 +484,35 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         def check(_: object, changed: dict[str, Any]) -> dict[str, Any]:
             saved.update(changed)  # hooks may have modified the state
-            self._check_state(saved)
+            problem = next(saved_problems(self.param_groups, saved), None)
+            parameters = listed_in(self.param_groups, "params")
+            ranks, sound = self._all_ranks(parameters), problem is None
+            if ranks is not None:
+                flag = torch.tensor(sound, device=local_of(parameters[0]).device)
+                sound = bool(ranks.agree(flag)[0])
+            if not sound:
+                raise ValueError(problem or "another rank cannot load its part of the state")
             return {**saved, "state": {}}
 
         def restore(_: object) -> None:
-            self._restore(saved, settings)
+            for group, before in zip(self.param_groups, settings, strict=True):
+                same_rule = group["rule"] == before["rule"]
+                for name, default in fields_of(group["rule"], exact=True).items():
+                    group.setdefault(name, before[name] if same_rule else default)
+            entries = {**saved["state"]}
+            self.state.update(entries.pop(FOREIGN, {}))
+            ids = iter(listed_in(saved["param_groups"], "params"))
+            for member, key in zip(members_of(self.param_groups), ids, strict=False):
+                parameter, shapes = member.parameter, member.shapes
+                state = complete_numbers(entries.pop(key, {}), shapes, local_of(parameter).device)
+                self.state[parameter] = {
+                    name: loaded(value, parameter, own=name in shapes)
+                    for name, value in state.items()
+                }
+            # Create the entries that an earlier version did not save.
+            for group in self.param_groups:
+                self._complete(group, [p for p in group["params"] if self.state[p]])
+            self.state.update(entries)
 
         # Registered so that users' pre-hooks run before these hooks, and users' post-hooks after
         # them.
@@ -492,36 +520,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         with before, after:
             super().load_state_dict(state_dict)
-
-    def _restore(self, saved: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> None:
-        """Load the saved state, and create the entries that an earlier version did not save."""
-        for group, before in zip(self.param_groups, settings, strict=True):
-            same_rule = group["rule"] == before["rule"]
-            for name, default in fields_of(group["rule"], exact=True).items():
-                group.setdefault(name, before[name] if same_rule else default)
-        entries = {**saved["state"]}
-        self.state.update(entries.pop(FOREIGN, {}))
-        ids = iter(listed_in(saved["param_groups"], "params"))
-        for member, key in zip(members_of(self.param_groups), ids, strict=False):
-            parameter, shapes = member.parameter, member.shapes
-            state = complete_numbers(entries.pop(key, {}), shapes, local_of(parameter).device)
-            self.state[parameter] = {
-                name: loaded(value, parameter, own=name in shapes) for name, value in state.items()
-            }
-        for group in self.param_groups:
-            self._complete(group, [p for p in group["params"] if self.state[p]])
-        self.state.update(entries)
-
-    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError on all ranks if any rank cannot load its state."""
-        problem = next(saved_problems(self.param_groups, state_dict), None)
-        parameters = listed_in(self.param_groups, "params")
-        ranks, sound = self._all_ranks(parameters), problem is None
-        if ranks is not None:
-            flag = torch.tensor(sound, device=local_of(parameters[0]).device)
-            sound = bool(ranks.agree(flag)[0])
-        if not sound:
-            raise ValueError(problem or "another rank cannot load its part of the state")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -566,21 +564,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if p.grad is not None
         }
         self._step_shared(rule, [p for p in steps if self._is_shared(p, rule)], steps)
-        self._step_alone(rule, [p for p in steps if not self._is_shared(p, rule)], steps)
-
-    def _step_alone(
-        self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
-    ) -> None:
-        """Update parameters whose matrices this rank updates alone."""
         assert self._snapshot is not None  # of this step
-        units = [unit for p in parameters for unit in self._snapshot.units(p, rule)]
+        alone = [p for p in steps if not self._is_shared(p, rule)]
+        units = [unit for p in alone for unit in self._snapshot.units(p, rule)]
         shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
-        stepped = [
-            ParameterUnits(rule, members, self.state, steps[members[0].parameter])
-            for members in shapes
+        stacks = [
+            ParameterUnits(rule, stack, self.state, steps[stack[0].parameter]) for stack in shapes
         ]
-        for members, report in zip(shapes, step_units(rule, stepped), strict=True):
-            self.last_reports.append(([unit.parameter for unit in members], report))
+        for stack, report in zip(shapes, step_units(rule, stacks), strict=True):
+            self.last_reports.append(([unit.parameter for unit in stack], report))
 
     def _step_adamw(
         self, rule: AdamWRule, group: dict[str, Any], columns: Columns, active: Tensor | None
@@ -666,9 +658,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._present = present
         if raises:
             if not finite:
-                raise FloatingPointError(
-                    f"{self._nonfinite(parameters)} is not finite; no parameter was updated"
-                )
+                found = [
+                    p
+                    for p in parameters
+                    if p.grad is not None and not are_finite([local_of(p.grad)])
+                ]
+                where = "a gradient on another rank"
+                if found:
+                    where = f"the gradient of {self._named(found)}"
+                raise FloatingPointError(f"{where} is not finite; no parameter was updated")
             return None
         if self.skipped_steps.device != device:  # only in the first step
             self.skipped_steps = self.skipped_steps.to(device)
@@ -691,15 +689,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return _listed(
             [self._names.get(p) or f"a parameter of shape {tuple(p.shape)}" for p in parameters]
         )
-
-    def _nonfinite(self, parameters: Sequence[Tensor]) -> str:
-        """Describe the nonfinite gradients on this rank."""
-        found = [
-            parameter
-            for parameter in parameters
-            if parameter.grad is not None and not are_finite([local_of(parameter.grad)])
-        ]
-        return f"the gradient of {self._named(found)}" if found else "a gradient on another rank"
 
 
 def _warn(message: str) -> None:
@@ -758,18 +747,6 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
                 "elementwise rule, as split_parameters(model) does"
             ) from None
     division.boxes(parameter.shape)
-
-
-def _is_numpy(value: object) -> bool:
-    """Return whether a value is a NumPy scalar, without importing NumPy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
-
-
-def _are_float64(params: Iterable[Any]) -> bool:
-    """Return whether any parameter is float64, given parameters or (name, parameter) pairs."""
-    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
-    return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:

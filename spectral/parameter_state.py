@@ -217,20 +217,6 @@ def names_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
     }
 
 
-def check_kinds(
-    kinds: Mapping[Tensor, Kind], before: Mapping[Tensor, Kind], state: Mapping[Any, Any]
-) -> None:
-    """Raise ValueError if a parameter's state was created for a different rule or units."""
-    for parameter, kind in kinds.items():
-        old = before.get(parameter, kind)
-        if kind != old and state.get(parameter):
-            raise ValueError(
-                f"a parameter with state must keep its rule {old[0]!r} and units "
-                f"{old[1].settings()}, got {kind[0]!r} and {kind[1].settings()}; create a "
-                "new optimizer or group for the parameter"
-            )
-
-
 def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
     """Raise ValueError for state entries that do not match their parameter.
 

@@ -25,7 +25,7 @@ from .division import Division, narrowed
 from .effective_weight import Preconditioner
 from .ieee_products import without_autocast
 from .known_weights import KnownWeights, Unclear
-from .local_part import is_dtensor, placed_as, whole_of
+from .local_part import is_dtensor, placed_as
 from .model_weights import weights_of
 from .odd_polynomial import Level, stages
 
@@ -107,8 +107,11 @@ class DividedWeight(EffectiveWeight):
         return weight if self.is_identity else super().forward(weight)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
-        """Return the matrices in the gathered weight."""
-        whole = whole_of(weight)
+        """Return the matrices in the gathered weight.
+
+        Every rank computes with the whole weight, so incoming gradients are identical on all ranks.
+        """
+        whole = weight.full_tensor() if is_dtensor(weight) else weight
         return [self.division.matrix(narrowed(whole, box)) for box in self.boxes]
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:

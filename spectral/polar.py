@@ -46,13 +46,6 @@ class Schedule:
     continuation: Literal["repeat_last", "cycle"]
     half_margin: float = 1.0
 
-    def take(self, steps: int) -> tuple[Coefficients, ...]:
-        """Return the coefficients of the first `steps` steps, continuing the schedule if needed."""
-        count = len(self.coefficients)
-        if self.continuation == "cycle":
-            return tuple(self.coefficients[i % count] for i in range(steps))
-        return tuple(self.coefficients[min(i, count - 1)] for i in range(steps))
-
 
 _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
@@ -130,10 +123,14 @@ def coefficients(
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    polynomials = SCHEDULES[schedule].take(steps)
+    chosen = SCHEDULES[schedule]
+    count = len(chosen.coefficients)
+    cycles = chosen.continuation == "cycle"
+    indices = [i % count if cycles else min(i, count - 1) for i in range(steps)]
+    polynomials = tuple(chosen.coefficients[i] for i in indices)
     if torch.finfo(dtype).bits >= 32:
         return polynomials
-    m = SCHEDULES[schedule].half_margin
+    m = chosen.half_margin
     return (*((a / m, b / m**3, c / m**5) for a, b, c in polynomials[:-1]), polynomials[-1])
 
 

@@ -152,15 +152,32 @@ def _iterated(
     dtype = work[0].dtype
     known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
     fixed = _generic(known.shape[1] + 1, known.shape[2], dtype, known.device)
-    start = _start(known.to(dtype), fixed)
+    # Without a cache, all cached vectors are zero; fixed vectors replace those that are zero.
+    known = known.to(dtype).nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
+    start = torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
     block = start.shape[1]
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     products = images(basis, work)  # [batch, k, cols] each
     square = concat([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
     # Add fixed vectors to those from the last call, which may be zero or outside the new space.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
-    best = _best(basis.double(), square, near).to(dtype)
-    return torch.bmm(best, basis), [x[:, 0] for x in images(best[:, :1], products)]
+    # Compute the coordinates of the vector with the longest image. The rows of the basis are nearly
+    # orthonormal or zero.
+    wide = basis.double()
+    gram = _gram(wide)
+    gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
+    factor = torch.linalg.cholesky_ex(gram).L
+    half = torch.linalg.solve_triangular(factor, square, upper=False)
+    projected = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+    best = _top_eigenvector(projected)[:, None]
+    if near is not None:  # and those of the vectors with the next longest images
+        # Use coordinates in which the basis's rounding errors cancel.
+        inside = torch.bmm(wide, near.mT.double())
+        inside = torch.linalg.solve_triangular(factor, inside, upper=False)
+        best = torch.cat((best, _nearby(projected, best, inside.mT)), dim=1)
+    coordinates = torch.linalg.solve_triangular(factor.mT, best.mT, upper=True).mT.to(dtype)
+    short = torch.bmm(coordinates, basis)
+    return short, [x[:, 0] for x in images(coordinates[:, :1], products)]
 
 
 def _gram(x: Tensor) -> Tensor:
@@ -180,40 +197,6 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
     return top_singular(
         w, w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2]), steps=steps
     )
-
-
-def _start(cached: Tensor, fixed: Tensor) -> Tensor:
-    """Return the start vectors `[batch, count + 1, rows]` of an iteration.
-
-    These are `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1, rows]`.
-    The other fixed vectors replace cached vectors that are zero. Without a cache, all cached
-    vectors are zero.
-    """
-    known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
-    return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
-
-
-def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
-    """Compute the coordinates `[batch, 1, k]` of the vector with the longest image.
-
-    If `near` `[batch, NEARBY, rows]`, the vectors from the last call, is given, also compute the
-    new vectors with the next longest images, for a result of `[batch, 1 + NEARBY, k]`. The rows of
-    `basis` `[batch, k, rows]` are nearly orthonormal or zero, and `square` `[batch, k, k]` is the
-    Gram matrix of their images; both are float64.
-    """
-    gram = _gram(basis)
-    gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
-    factor = torch.linalg.cholesky_ex(gram).L
-    half = torch.linalg.solve_triangular(factor, square, upper=False)
-    projected = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    best = _top_eigenvector(projected)[:, None]
-    if near is not None:
-        # Use coordinates in which the basis's rounding errors cancel.
-        inside = torch.bmm(basis, near.mT.double())
-        inside = torch.linalg.solve_triangular(factor, inside, upper=False)
-        best = torch.cat((best, _nearby(projected, best, inside.mT)), dim=1)
-    coordinates: Tensor = torch.linalg.solve_triangular(factor.mT, best.mT, upper=True)
-    return coordinates.mT
 
 
 def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:

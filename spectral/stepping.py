@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .batching import copy_all_
+from .batching import concat, copy_all_
 from .division import SteppedUnit
 from .kernels.dispatch import device_name, listed
 from .local_part import local_gradient, local_of
@@ -72,7 +72,10 @@ def step_units(
             groups[i].put(part, stack, report)
             reports[i].append(report)
         del stacks, stack  # free them before the next batch is stacked
-    return [joined(parts) for parts in reports]
+    # Concatenate the reports on consecutive parts of each group.
+    return [
+        {name: concat([report[name] for report in parts]) for name in parts[0]} for parts in reports
+    ]
 
 
 def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
@@ -128,13 +131,6 @@ def accumulate_(
     for state, mean in zip(states, means, strict=True):
         pairs += [(state[name], value) for name, value in mean.items()]
     copy_all_((kept, value) for kept, value in pairs if kept.dtype != value.dtype)
-
-
-def joined(reports: Sequence[Report]) -> Report:
-    """Concatenate the reports on consecutive parts of a group."""
-    if len(reports) == 1:
-        return reports[0]
-    return {name: torch.cat([report[name] for report in reports]) for name in reports[0]}
 
 
 class ParameterUnits(Units):

@@ -23,7 +23,6 @@ from . import tangent_model
 from .batching import concat, split_figures, split_like
 from .polar import (
     Coefficients,
-    Polar,
     cache_slices,
     coefficients,
     divide_,
@@ -31,7 +30,7 @@ from .polar import (
     newton_schulz,
     polars_of,
 )
-from .tangent_model import Model, is_wide
+from .tangent_model import is_wide
 
 # Norm, in units of rounding error, below which M + lambda Theta is considered pure rounding error;
 # see `shifted`.
@@ -151,16 +150,22 @@ class Solver:
                 shorter sides differ.
         """
         work = _Refinement(problems, self)
-        work.begin(tangent_model.build(work.stacks, work.u, work.v, *work.msign))
-        directions, f = work.measured(polars_of(work.shifted(), *work.msign))
+        directions, f = work.evaluated()
         best, residual, kept = work.trial, f, work.kept
         for _ in range(1, work.limit):
-            work.narrow(f)
+            # Narrow the bracket with the last evaluation, and mark converged matrices.
+            work.low = torch.where(f <= 0, work.trial, work.low)
+            work.high = torch.where(f > 0, work.trial, work.high)
+            work.open = work.open & ~(f.abs() <= max(self.tolerance, work.rounding))
             if self.early_exit and not bool(work.open.any()):
                 break
             previous, f_previous = work.trial, f
-            work.trial = torch.where(work.open, work.next(f), work.trial)
-            latest, f = work.measured(polars_of(work.shifted(), *work.msign))
+            # Take a Newton step if it stays in the bracket, else continue from the midpoint.
+            step = work.trial - f / work.slope
+            safe = (work.slope > 0) & (step > work.low) & (step < work.high)
+            step = torch.where(safe, step, torch.lerp(work.low, work.high, 0.5))
+            work.trial = torch.where(work.open, step, work.trial)
+            latest, f = work.evaluated()
             work.evaluations += work.open
             secant = (f - f_previous) / (work.trial - previous)
             rises = work.open & (secant > 0) & (secant < float("inf"))
@@ -206,16 +211,6 @@ def default_evaluations(rows: int, dtype: torch.dtype, device: torch.device) -> 
     return EVALUATIONS if suffices else NARROW_EVALUATIONS
 
 
-def _check(m: Tensor, u: Tensor, v: Tensor) -> None:
-    if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
-        shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
-        raise ValueError(
-            f"m, u, v must have shapes [b, rows, cols], [b, rows], [b, cols], got {shapes}"
-        )
-    if m.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"m must be float32 or float64, got {m.dtype}")
-
-
 class _Refinement:
     """Evaluates the true `f` for the matrices in all stacks.
 
@@ -224,11 +219,20 @@ class _Refinement:
     """
 
     def __init__(self, problems: Sequence[TangentProblem], solver: Solver) -> None:
-        """Transpose problems with tall matrices; raise the ValueErrors of `Solver.solve`."""
+        """Transpose problems with tall matrices, and take the model's root as the initial guess.
+
+        Raises the ValueErrors of `Solver.solve`.
+        """
         self.solver, self.dtype = solver, problems[0].m.dtype
         dtype = self.dtype if solver.dtype is None else solver.dtype
-        for problem in problems:
-            _check(*problem)
+        for m, u, v in problems:
+            if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
+                shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
+                raise ValueError(
+                    f"m, u, v must have shapes [b, rows, cols], [b, rows], [b, cols], got {shapes}"
+                )
+            if m.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"m must be float32 or float64, got {m.dtype}")
         short = [min(problem.m.shape[1:]) for problem in problems]
         if len(set(short)) > 1:
             raise ValueError(f"problems must have equal shorter sides, got {short}")
@@ -244,9 +248,7 @@ class _Refinement:
         self.rounding = ROUNDING.get(dtype, 0.0)
         self.limit = solver.max_evaluations or default_evaluations(short[0], dtype, self.u.device)
         self.last = self.limit == 1  # the first evaluation is also the last and may overwrite M
-
-    def begin(self, model: Model) -> None:
-        """Take the model's root as the initial guess."""
+        model = tangent_model.build(self.stacks, self.u, self.v, *self.msign)
         offset, self.slope = tangent_model.root(model)
         self.trial = model.centre + offset
         self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
@@ -255,12 +257,13 @@ class _Refinement:
             self.low, self.high = model.centre - model.half, model.centre + model.half
             self.open = torch.ones_like(model.centre, dtype=torch.bool)
 
-    def measured(self, polars: list[Polar]) -> tuple[list[Tensor], Tensor]:
+    def evaluated(self) -> tuple[list[Tensor], Tensor]:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
         If a matrix's iteration diverged, its inner product is NaN. Such an evaluation is never the
-        best, and does not narrow the bracket. Empties the list `polars`.
+        best, and does not narrow the bracket.
         """
+        polars = polars_of(self.shifted(), *self.msign)
         bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []
         for m, u, v in zip(self.stacks, split_like(self.u, self.stacks), self.v, strict=True):
@@ -303,27 +306,6 @@ class _Refinement:
             divide_(z, norm[:, None, None], target)
         return out, concat(norms) > floor
 
-    def narrow(self, f: Tensor) -> None:
-        """Narrow the bracket with the last evaluation, and mark converged matrices."""
-        self.low = torch.where(f <= 0, self.trial, self.low)
-        self.high = torch.where(f > 0, self.trial, self.high)
-        self.open = self.open & ~(f.abs() <= max(self.solver.tolerance, self.rounding))
-
-    def next(self, f: Tensor) -> Tensor:
-        """Return the next multiplier: from a Newton step if in the bracket, else the midpoint."""
-        step = self.trial - f / self.slope
-        safe = (self.slope > 0) & (step > self.low) & (step < self.high)
-        return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
-
-    def _remove_rounding(self, directions: Sequence[Tensor], residual: Tensor) -> Tensor:
-        """Subtract rounding errors along Theta from the directions in place, and return them."""
-        part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
-        scaled = part.to(self.dtype)[:, None] * self.u
-        left = split_like(scaled[:, :, None], self.stacks)
-        for direction, column, v in zip(directions, left, self.v, strict=True):
-            direction.baddbmm_(column, v[:, None], alpha=-1)
-        return part
-
     def solutions(
         self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
     ) -> list[TangentSolution]:
@@ -331,8 +313,13 @@ class _Refinement:
         if not self.last:
             both = zip(self.stacks, directions, strict=True)
             directions = [m.copy_(direction) for m, direction in both]
-        removed = self._remove_rounding(directions, residual) if self.rounding else None
-        if removed is not None:
+        removed = None
+        if self.rounding:  # subtract rounding errors along Theta from the directions
+            removed = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
+            scaled = removed.to(self.dtype)[:, None] * self.u
+            left = split_like(scaled[:, :, None], self.stacks)
+            for direction, column, v in zip(directions, left, self.v, strict=True):
+                direction.baddbmm_(column, v[:, None], alpha=-1)
             residual = residual - removed
         converged = (residual.abs() <= self.solver.tolerance) & (kept | (self.floor == 0))
         unbounded = residual.isnan()

@@ -141,7 +141,13 @@ def build(
     rows, device = stacks[0].shape[1], stacks[0].device
     u, v = unit(u.double()), [unit(vectors.double()) for vectors in v]
     wide = is_wide(rows, dtype, device)
-    gram, w = (_gram if wide else _narrow_gram)(stacks, v)
+    if wide:
+        gram, w = _gram(stacks, v)
+    else:  # in the dtype of M
+        along = [vectors.to(m.dtype)[:, None] for m, vectors in zip(stacks, v, strict=True)]
+        image = preimages(along, stacks)  # M v, [matrices, 1, rows]
+        gram = _grams(stacks).baddbmm_(image.mT, image, alpha=-1)
+        w = image[:, 0].double()
     centre = -(u * w).sum(-1)
     q = torch.addcmul(w, centre[:, None], u)
     norm = concat([torch.linalg.vector_norm(m, dim=(-2, -1)) for m in stacks]).double()
@@ -211,14 +217,6 @@ def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor
             _write_upper(wide, out)
     image = concat(products)
     return _mirrored(gram).baddbmm_(image[:, :, None], image[:, None], alpha=-1), image
-
-
-def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute `N N^T` in the dtype of M, and `M v`."""
-    along = [vectors.to(m.dtype)[:, None] for m, vectors in zip(stacks, v, strict=True)]
-    image = preimages(along, stacks)  # [matrices, 1, rows]
-    gram = _grams(stacks).baddbmm_(image.mT, image, alpha=-1)
-    return gram, image[:, 0].double()
 
 
 def _grams(stacks: Sequence[Tensor]) -> Tensor:

@@ -102,13 +102,7 @@ def small_problem(size: int, device: str) -> bool:
 
     `size` is the number of rows in each projected matrix, or the number of poles.
     """
-    return listed(device) and size <= SMALL and _multiplies_doubles()
-
-
-@lru_cache
-def _multiplies_doubles() -> bool:
-    """Return whether kernels can multiply in float64."""
-    if not has_triton():
+    if not (listed(device) and size <= SMALL and has_triton()):
         return False
     import triton
 

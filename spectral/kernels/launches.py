@@ -133,8 +133,13 @@ class Launch:
             types[parameter.name] = kind
             if kind == "constexpr":
                 constants[parameter.name] = value
-            elif _is_aligned(value):
-                aligned.append(i)
+            else:
+                # A number, or a tensor's byte offset in its storage.
+                number = value
+                if isinstance(value, Tensor):
+                    number = value.storage_offset() * value.element_size()
+                if type(number) is int and number % ALIGNMENT == 0:
+                    aligned.append(i)
         return types, constants, tuple(aligned)
 
 
@@ -153,13 +158,6 @@ def _type(value: Any) -> str:
     raise TypeError(
         f"kernel arguments must be tensors, numbers or None, got {type(value).__name__}"
     )
-
-
-def _is_aligned(value: Any) -> bool:
-    """Return whether a number, or a tensor's byte offset in its storage, is a multiple of 16."""
-    if isinstance(value, Tensor):
-        return value.storage_offset() * value.element_size() % ALIGNMENT == 0
-    return type(value) is int and value % ALIGNMENT == 0
 
 
 def observe(on_launch: Callable[[Launch], None]) -> None:

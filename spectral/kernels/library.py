@@ -49,12 +49,18 @@ def product(
     with bfloat16 instructions, blocks take 1.5 to 4 times as long as the whole product.
     """
     other = a.mT if b is None else b
+    by_blocks = (
+        symmetric
+        and a.device.type == "cpu"  # on other devices, the shape may be unknown under tracing
+        and a.shape[1] >= LEAST_ROWS.get(a.dtype, math.inf)
+        and not (torch.is_grad_enabled() and (a.requires_grad or other.requires_grad))
+    )
     if is_slow(a):
         p = a.float()
         q = p if b is a else None if b is None else b.float()
         r = p if c is a else None if c is None else c.float()
         result = product(p, q, r, alpha=alpha, beta=beta, symmetric=symmetric).to(a.dtype)
-    elif symmetric and _pays_by_blocks(a, other):
+    elif by_blocks:
         n = a.shape[1]
         result = a.new_empty(a.shape[0], n, n) if c is None else c.clone()
         size = -(-n // BLOCKS)
@@ -75,14 +81,6 @@ def product(
 
 symmetric = partial(product, symmetric=True)
 """`product` with a symmetric result."""
-
-
-def _pays_by_blocks(a: Tensor, b: Tensor) -> bool:
-    """Return whether the symmetric product of `a` and `b` is faster in row blocks."""
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return False
-    # Do not read the shape on other devices: under tracing, it may be unknown.
-    return a.device.type == "cpu" and a.shape[1] >= LEAST_ROWS.get(a.dtype, math.inf)
 
 
 def _mirror_(x: Tensor) -> None:

@@ -133,8 +133,13 @@ def product(
     `a` and `b` are `[batch, n, depth]`. Operands may have any strides.
     """
     check_operands(a, b)
-    if tile == QUACK:
-        return by_quack(a, b, s, alpha, beta, gamma)
+    if tile == QUACK:  # also computes only half of the tiles
+        from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
+
+        result: Tensor = gemm_symmetric(a, b.mT, s, alpha=alpha, beta=beta)
+        if gamma:
+            result.diagonal(dim1=-2, dim2=-1).add_(gamma)
+        return result
     batch, n, depth = a.shape
     out = torch.empty(batch, n, n, dtype=a.dtype, device=a.device)
     if batch == 0 or n == 0:
@@ -151,18 +156,6 @@ def product(
         ADD=s is not None,
         **tile.options(widen=INTERPRETED),
     )  # fmt: skip
-    return out
-
-
-def by_quack(
-    a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float
-) -> Tensor:
-    """Compute `product` with quack-kernels, which also computes only half of the tiles."""
-    from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
-
-    out: Tensor = gemm_symmetric(a, b.mT, s, alpha=alpha, beta=beta)
-    if gamma:
-        out.diagonal(dim1=-2, dim2=-1).add_(gamma)
     return out
 
 
@@ -254,25 +247,21 @@ def grams(stacks: Sequence[Tensor], tile: Tile) -> Tensor:
     n = stacks[0].shape[1]
     count = sum(x.shape[0] for x in stacks)
     out = torch.empty(count, n, n, dtype=stacks[0].dtype, device=stacks[0].device)
+    if count == 0 or n == 0:
+        return out
+    blocks = triton.cdiv(n, tile.block)
+    tiles = blocks * (blocks + 1) // 2
     first = 0
     for start in range(0, len(stacks), STACKS):
         some = stacks[start : start + STACKS]
+        padded = [*some, *[some[0][:0]] * (STACKS - len(some))]
+        ends = [sum(x.shape[0] for x in padded[: i + 1]) for i in range(STACKS - 1)]
         last = first + sum(x.shape[0] for x in some)
-        _launch(some, out[first:last], tile)
+        if last > first:
+            strides = [stride for x in padded for stride in x.stride()]
+            grouped_kernel[((last - first) * tiles,)](
+                *padded, out[first:last], n, tiles, *ends, *(x.shape[2] for x in padded), *strides,
+                **tile.options(widen=INTERPRETED),
+            )  # fmt: skip
         first = last
     return out
-
-
-def _launch(stacks: Sequence[Tensor], out: Tensor, tile: Tile) -> None:
-    count, n, _ = out.shape
-    if count == 0 or n == 0:
-        return
-    blocks = triton.cdiv(n, tile.block)
-    tiles = blocks * (blocks + 1) // 2
-    padded = [*stacks, *[stacks[0][:0]] * (STACKS - len(stacks))]
-    ends = [sum(x.shape[0] for x in padded[: i + 1]) for i in range(STACKS - 1)]
-    strides = [stride for x in padded for stride in x.stride()]
-    grouped_kernel[(count * tiles,)](
-        *padded, out, n, tiles, *ends, *(x.shape[2] for x in padded), *strides,
-        **tile.options(widen=INTERPRETED),
-    )  # fmt: skip

@@ -54,7 +54,8 @@ class AdamWRule(Rule):
             entries = [[stack.state[name] for stack in members] for name in ENTRIES]
             lists = [[s.weight for s in members], [s.grad for s in members], *entries]
             if any(len(count) > 1 for count in entries[-1]):
-                lists = [units(tensors) for tensors in lists]
+                # Split tensors `[batch, ...]` into units, each with its own counter.
+                lists = [[unit for x in tensors for unit in x.unbind()] for tensors in lists]
             self.advance_(lists, members[0].step)
         return [{} for _ in stacks]
 
@@ -98,11 +99,6 @@ class AdamWRule(Rule):
             tensors, copies = lists[i], dense[i]
             if not all(map(is_, tensors, copies)):
                 torch._foreach_copy_(tensors, copies)
-
-
-def units(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Split tensors `[batch, ...]` into units, each with its own counter."""
-    return [unit for x in tensors for unit in x.unbind()]
 
 
 def reference(

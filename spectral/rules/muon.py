@@ -198,7 +198,9 @@ class PolarRule(MomentumRule, MsignRule):
             norms = self._update_by_kernel(stacks, polars, gate, retraction, decays)
         else:
             if retraction is not None:
-                scale_(weights, retraction.masked_fill(~gate, 1))
+                factors = split_like(retraction.masked_fill(~gate, 1)[:, None, None], weights)
+                for weight, factor in zip(weights, factors, strict=True):
+                    weight.mul_(factor)
             gates = split_like(gate, weights)
             norms = concat(
                 [
@@ -206,14 +208,10 @@ class PolarRule(MomentumRule, MsignRule):
                     for stack, polar, part in zip(stacks, polars, gates, strict=True)
                 ]
             )
-        roots = [math.sqrt(w.shape[1:].numel()) for w in weights]
-        sizes = [s / root for s, root in zip(self._scales(weights), roots, strict=True)]
+        shapes = [weight.shape[1:] for weight in weights]
+        sizes = [self.update_scale(shape) / math.sqrt(shape.numel()) for shape in shapes]
         rms = (norms * numbers(sizes, weights)).masked_fill_(~sound, 0)
-        return split_report({"update_rms": rms, "refused": refused(active, sound)}, stacks)
-
-    def _scales(self, weights: Sequence[Tensor]) -> list[float]:
-        """Return the update scale of each stack."""
-        return [self.update_scale(w.shape[1:]) for w in weights]
+        return split_figures({"update_rms": rms, "refused": refused(active, sound)}, weights)
 
     def _update_by_kernel(
         self,
@@ -230,7 +228,8 @@ class PolarRule(MomentumRule, MsignRule):
         lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
         decay = rate_of_stacks([stack.step.weight_decay for stack in stacks], weights)
         unit = numbers([1.0] * len(stacks), weights)
-        step = numbers(self._scales(weights), weights) * lr
+        scales = [self.update_scale(weight.shape[1:]) for weight in weights]
+        step = numbers(scales, weights) * lr
         decays = decays and (isinstance(decay, Tensor) or decay != 0)
         factor = unit * (1 - lr * decay) if decays else unit
         columns = [split_like(x, weights) for x in (factor, step, gate)]
@@ -290,17 +289,6 @@ class MuonRule(PolarRule):
         """
         momenta = [stack.grad for stack in stacks]  # the result of `accumulate`
         return self.apply(stacks, self.polars(momenta), decays=True)
-
-
-def scale_(weights: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the stacks' weights by `factor` `[sum of batches]` in place."""
-    for w, part in zip(weights, split_like(factor[:, None, None], weights), strict=True):
-        w.mul_(part)
-
-
-def split_report(report: Report, stacks: Sequence[Stack]) -> list[Report]:
-    """Split a report on all units `[sum of batches]` into one report per stack."""
-    return split_figures(report, [stack.weight for stack in stacks])
 
 
 def reference(

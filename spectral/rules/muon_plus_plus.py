@@ -19,9 +19,9 @@ from ..measures import correlation
 from ..polar import Polar, coefficients, newton_schulz
 from ..singular_triplets import cold_start, top_singular, triplet_cost
 from ..sphere import hard_factor
-from ..tangent import EVALUATIONS, Solver, bisected
+from ..tangent import EVALUATIONS, Solver, bisected, tolerance_for
 from .base import Report, Stack, State, require, store_, taken
-from .muon import momentum_of, scale_
+from .muon import momentum_of
 from .muon_sphere import RadiusRule
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
@@ -71,8 +71,9 @@ class MuonPlusPlusRule(RadiusRule):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields by name; algorithm dual replaces a null tolerance by its default."""
-        dual = self.algorithm == "dual"
-        tolerance = self.accepted(self.tolerance) if dual else self.tolerance
+        tolerance = self.tolerance
+        if self.algorithm == "dual":
+            tolerance = tolerance_for(self.dtype or torch.float32, tolerance)
         return super().settings() | {"tolerance": tolerance}
 
     def init_state(self, weight: Tensor) -> State:
@@ -103,8 +104,11 @@ class MuonPlusPlusRule(RadiusRule):
         weight, momentum, state, (_, _, active) = stack
         report, sound = self.track(stack)
         if self.algorithm == "dual":
-            polar, solved = self.solve(stack)
-            report |= solved
+            # D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v. The root minimises
+            # ||M + nu u v^T||_*, the dual problem in appendix B.
+            (solution,) = self.dual_solver().solve([self.problem(stack)])
+            polar = Polar(solution.direction, solution.bounded)
+            report |= solution.report()
         else:
             # msign amplifies rounding errors in null directions, so project its result too.
             project_(momentum, state["u"], state["v"])
@@ -164,14 +168,6 @@ class MuonPlusPlusRule(RadiusRule):
         """Return the solver for algorithm dual."""
         return self.solver(self.tolerance, max_evaluations=self.max_evaluations)
 
-    def solve(self, stack: Stack) -> tuple[Polar, Report]:
-        """Return D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and the solver's metrics.
-
-        The root minimises ||M + nu u v^T||_*, the dual problem in appendix B.
-        """
-        (solution,) = self.dual_solver().solve([self.problem(stack)])
-        return Polar(solution.direction, solution.bounded), solution.report()
-
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, gate: Tensor) -> Report:
         """Multiply the updated `weight` by S / ||W||_2 where `gate` `[batch]` is True.
 
@@ -190,7 +186,7 @@ class MuonPlusPlusRule(RadiusRule):
             store_(state[f"second_{name}"], second, gate)
         norm = torch.maximum(sigma, other)
         factor = hard_factor(norm, self.radius_of(weight.shape[-2:]))
-        scale_([weight], factor.masked_fill(~gate, 1))
+        weight.mul_(factor.masked_fill(~gate, 1)[:, None, None])
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, gate: Tensor) -> Report:

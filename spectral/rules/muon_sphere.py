@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..batching import concat, numbers, split_like
+from ..batching import concat, numbers, split_figures, split_like
 from ..polar import coefficients, is_tall, newton_schulz, normalized_
 from ..singular_triplets import BLOCK, NEARBY, cold_start, top_pairs, triplet_cost
 from ..sphere import Scale, dynamic_factor, hard_factor, radius
 from ..tangent import Solver, TangentProblem, tolerance_for
 from ..tangent_model import tangent_cost
 from .base import Report, Stack, State, rate_of_stacks, require, store_
-from .muon import PolarRule, momentum_of, split_report
+from .muon import PolarRule, momentum_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,11 @@ class RadiusRule(PolarRule):
         """Return the radius R of a unit. See `Rule.radius_of`."""
         return radius(shape, self.radius, self.radius_scaler)
 
-    def accepted(self, tolerance: float | None) -> float:
-        """Return the tolerance for tangent directions; if it is None, return its default."""
-        return tolerance_for(self.dtype or torch.float32, tolerance)
-
     def solver(self, tolerance: float | None, **options: Any) -> Solver:
         """Return the solver for tangent directions, with the rule's msign options."""
         options |= {"schedule": self.schedule, "steps": self.steps, "dtype": self.dtype}
-        return Solver(tolerance=self.accepted(tolerance), **options)
+        accepted = tolerance_for(self.dtype or torch.float32, tolerance)
+        return Solver(tolerance=accepted, **options)
 
     def problem(self, stack: Stack) -> TangentProblem:
         """Return a stack's tangent problem. Overwrites the stack's gradient."""
@@ -114,8 +111,7 @@ class MuonSphereRule(RadiusRule):
         tracked, sound, retraction = self.track(stacks)
         polars = self.polars([stack.grad for stack in stacks])
         applied = self.apply(stacks, polars, sound=sound, retraction=retraction)
-        reports = zip(split_report(tracked, stacks), applied, strict=True)
-        return [before | after for before, after in reports]
+        return [before | after for before, after in zip(tracked, applied, strict=True)]
 
     def matrix_cost(self, short: int, long: int) -> float:
         """Return the FLOPs of msign and the top singular triplet. See `MsignRule.matrix_cost`."""
@@ -125,28 +121,14 @@ class MuonSphereRule(RadiusRule):
         """Return the FLOPs of `track` on a matrix with sides `short <= long`."""
         return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK)
 
-    def track(self, stacks: Sequence[Stack]) -> tuple[Report, Tensor, Tensor]:
+    def track(self, stacks: Sequence[Stack]) -> tuple[list[Report], Tensor, Tensor]:
         """Refresh u, v and nearby, and compute the retraction to the sphere.
 
-        Returns the report (`sigma` and `radius`), whether each unit is sound, and each weight's
-        combined decay and retraction factor, all `[sum of batches]`. A unit is sound if its squared
-        norm and the norms of its cached vectors are finite. The vectors of all other units are
-        reset, so their next step is a cold start.
+        Returns each stack's report (`sigma` and `radius`) and, as tensors `[sum of batches]`,
+        whether each unit is sound, and each weight's combined decay and retraction factor. A unit
+        is sound if its squared norm and the norms of its cached vectors are finite. The vectors of
+        all other units are reset, so their next step is a cold start.
         """
-        sigma, sound = self._refresh_vectors(stacks)
-        weights = [stack.weight for stack in stacks]
-        radius = numbers([self.radius_of(w.shape[1:]) for w in weights], weights)
-        if self.retraction == "hard":  # hard retraction undoes the decay
-            return {"sigma": sigma, "radius": radius}, sound, hard_factor(sigma, radius)
-        lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
-        decay = rate_of_stacks([stack.step.weight_decay for stack in stacks], weights)
-        kept = 1 - lr * decay
-        sigma = sigma * kept
-        retraction = dynamic_factor(sigma, radius, rate=self.retraction_rate, lr=lr)
-        return {"sigma": sigma, "radius": radius}, sound, retraction * kept
-
-    def _refresh_vectors(self, stacks: Sequence[Stack]) -> tuple[Tensor, Tensor]:
-        """Refresh u, v and nearby; return each unit's spectral norm and whether it is sound."""
         weights, active = [stack.weight for stack in stacks], stacks[0].step.active
         vectors = [_vectors(stack) for stack in stacks]
         short, long, nearby = zip(*vectors, strict=True)
@@ -163,10 +145,19 @@ class MuonSphereRule(RadiusRule):
             v.masked_fill_(mask, 0)
         new_nearby = split_like(top.nearby.masked_fill_(unsound[:, :, None], 0), weights)
         refreshed = zip(new_short, top.long, new_nearby, strict=True)
-        for old, new in zip(vectors, refreshed, strict=True):
-            for kept, vector in zip(old, new, strict=True):
-                store_(kept, vector, active)
-        return sigma, sound
+        for old_vectors, new_vectors in zip(vectors, refreshed, strict=True):
+            for old, new in zip(old_vectors, new_vectors, strict=True):
+                store_(old, new, active)
+        radius = numbers([self.radius_of(w.shape[1:]) for w in weights], weights)
+        if self.retraction == "hard":  # hard retraction undoes the decay
+            retraction = hard_factor(sigma, radius)
+        else:
+            lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
+            decay = rate_of_stacks([stack.step.weight_decay for stack in stacks], weights)
+            kept = 1 - lr * decay
+            sigma = sigma * kept
+            retraction = dynamic_factor(sigma, radius, rate=self.retraction_rate, lr=lr) * kept
+        return split_figures({"sigma": sigma, "radius": radius}, weights), sound, retraction
 
 
 def _vectors(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:

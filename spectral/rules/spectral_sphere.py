@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..polar import Polar, coefficients
-from ..tangent import EVALUATIONS, Solver, bisected
+from ..tangent import EVALUATIONS, Solver, bisected, tolerance_for
 from .base import Report, Stack, State
-from .muon import momentum_of, split_report
+from .muon import momentum_of
 from .muon_sphere import MuonSphereRule, retracted
 
 EARLY_EXIT_EVALUATIONS = 8
@@ -50,7 +50,8 @@ class SpectralSphereRule(MuonSphereRule):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields by name, with a null tolerance replaced by its default."""
-        return super().settings() | {"tolerance": self.accepted(self.tolerance)}
+        tolerance = tolerance_for(self.dtype or torch.float32, self.tolerance)
+        return super().settings() | {"tolerance": tolerance}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and retract the weights, then step along the tangent direction. See `Rule.update`.
@@ -62,7 +63,7 @@ class SpectralSphereRule(MuonSphereRule):
         solutions = solver.solve([self.problem(stack) for stack in stacks])  # <Theta, Phi> = 0
         polars = [Polar(solution.direction, solution.bounded) for solution in solutions]
         applied = self.apply(stacks, polars, sound=sound, retraction=retraction)
-        reports = zip(split_report(tracked, stacks), applied, solutions, strict=True)
+        reports = zip(tracked, applied, solutions, strict=True)
         return [before | after | solved.report() for before, after, solved in reports]
 
     def matrix_cost(self, short: int, long: int) -> float:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..batching import grouped
 from ..device_values import surely_finite, unless_all
-from ..division import Box, Division, SteppedUnit, numel_of, relative, sizes_of
+from ..division import Division, SteppedUnit, numel_of, relative, sizes_of
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State
 from ..rules.base import Step, decay_
 from ..stepping import Units, accumulate_, step_units
 from .exchange import Exchange, Part, Transfer
 from .placement import Placement, Work, place
-from .ranks import RankGroup, TensorLayout, flat_layout, flat_state, layout_of
+from .ranks import RankGroup, flat_layout, flat_state, layout_of
 
 STEP_GROUP_NUMEL = 2**26
 """Maximum number of parameter elements to exchange together; larger parameters are exchanged alone.
@@ -37,20 +37,6 @@ ENTRIES = "entries"
 Key = tuple[int, int, str]
 """(parameter index, matrix index, tensor being sent), where the tensor is MOMENTUM, WEIGHT, UPDATE
 or a state entry."""
-
-
-def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
-    """Plan the transfer of part `box` of a tensor to its owner and back.
-
-    The owner receives parts only from the copy of the tensor that its own part belongs to.
-    """
-    tensor, near = (key[0], key[2]), layout.copies[owner]
-    parts = tuple(
-        Part(rank, tensor, relative(common, layout.boxes[rank]), relative(common, box))
-        for rank, common in layout.parts(box).items()
-    )
-    sources = tuple(part for part in parts if layout.copies[part.rank] == near)
-    return Transfer(key, owner, sources, parts)
 
 
 class SharedParameter:
@@ -149,24 +135,19 @@ class SharedMatrices:
             (parameters, report) pairs for the matrices owned by this rank, with one parameter and
             one value of each metric per matrix.
         """
-        reports = []
-        for indices in self._step_groups([self.index[p] for p in parts]):
-            reports += self._step_group(rule, indices, parts)
-        return reports
-
-    def _step_groups(self, indices: Iterable[int]) -> Iterable[tuple[int, ...]]:
-        """Yield groups of consecutive parameters whose matrices are exchanged together."""
-        group: list[int] = []
+        groups: list[list[int]] = []  # consecutive parameters to exchange together
         size = 0
-        for index in sorted(indices):
+        for index in sorted(self.index[p] for p in parts):
             numel = self.parameters[index].parameter.numel()
-            if group and size + numel > STEP_GROUP_NUMEL:
-                yield tuple(group)
-                group, size = [], 0
-            group.append(index)
+            if not groups or size + numel > STEP_GROUP_NUMEL:
+                groups.append([])
+                size = 0
+            groups[-1].append(index)
             size += numel
-        if group:
-            yield tuple(group)
+        reports = []
+        for group in groups:
+            reports += self._step_group(rule, tuple(group), parts)
+        return reports
 
     def _step_group(
         self, rule: Rule, indices: tuple[int, ...], parts: Mapping[Tensor, Stack]
@@ -271,15 +252,25 @@ class SharedMatrices:
         return self._exchanges[key]
 
     def _transfers(self, i: int, j: int, name: str) -> list[Transfer]:
-        """Plan the transfers of a matrix, or of its state entries."""
+        """Plan the transfers of a matrix, or of its state entries, to its owner and back.
+
+        The owner receives parts only from the copy of the tensor that its own part belongs to.
+        """
         shared, owner = self.parameters[i], self.owner(i, j)
         unit = shared.units[j]
-        if name != ENTRIES:
-            return [transfer(owner, (i, j, name), unit.box, shared.layout)]
-        return [
-            transfer(owner, (i, j, entry), unit.entries[entry].box, layout)
-            for entry, layout in shared.entries.items()
-        ]
+        boxes = {name: (unit.box, shared.layout)}
+        if name == ENTRIES:
+            boxes = {k: (unit.entries[k].box, layout) for k, layout in shared.entries.items()}
+        transfers = []
+        for key, (box, layout) in boxes.items():
+            parts = tuple(
+                Part(rank, (i, key), relative(common, layout.boxes[rank]), relative(common, box))
+                for rank, common in layout.parts(box).items()
+            )
+            near = layout.copies[owner]
+            sources = tuple(part for part in parts if layout.copies[part.rank] == near)
+            transfers.append(Transfer((i, j, key), owner, sources, parts))
+        return transfers
 
     def _gathered(
         self,
