@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from models.blocks.compiled import fuse_blocks_
 from models.blocks.experts import GroupedExperts
@@ -27,7 +29,7 @@ from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
 from parallel.storage.bucket_layout import BucketPlanner
-from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer, sum_in_products_
+from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer, WeightProducts
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -130,10 +132,16 @@ class ParallelModel:
         """Enable or disable fused gradient accumulation in the weight gradient GEMMs of linear
         layers.
 
-        While fused accumulation is enabled, the reducers' observers do not see these layers'
-        gradients.
+        While fused accumulation is enabled, autograd gets None as these layers' weight gradient,
+        and the reducers' observers do not see it. Weights computed during the forward pass have no
+        `main_grad`, so their layers are excluded.
         """
-        sum_in_products_(self.chunks, active)
+        layers.fused_weight_gradient_mlp_cuda = WeightProducts
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
+                    computed = parametrize.is_parametrized(module)
+                    module.gradient_accumulation_fusion = active and not computed
 
     def zero_gradients(self) -> None:
         """Clear the gradient buckets."""
@@ -437,12 +445,6 @@ def install_hooks(model: ParallelModel) -> None:
     weights."""
     model.config.no_sync_func = model.no_sync
     model.config.finalize_model_grads_func = lambda *_, **__: model.finish_gradients()
-    wait_before_forward(model)
-    model.sum_in_products(model.sums_in_products)
-
-
-def wait_before_forward(model: ParallelModel) -> None:
-    """Make every module wait for its new weights before its forward pass."""
     bucket_of = {
         id(model.parameters[name]): (i, bucket.index)
         for i, part in enumerate(model.domains)
@@ -460,3 +462,4 @@ def wait_before_forward(model: ParallelModel) -> None:
             needed = {bucket_of[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:
                 module.register_forward_pre_hook(partial(wait, list(needed)))
+    model.sum_in_products(model.sums_in_products)

@@ -121,7 +121,11 @@ def load_state(
     if plain.get("schema") != SCHEMA:
         raise StateError(f"{prefix}schema must be {SCHEMA}, got {plain.get('schema')}")
     check_fits(prefix, index, state)
-    _raise_together(_load(folder, index, state))
+    try:
+        Reader(folder, index).read_into({}, _PartPlanner(state))
+    except (Exception, CheckpointException) as error:
+        problems.append(f"checkpoint {folder} cannot be read: {last_line(error)}")
+    _raise_together(problems)
     # Update everything derived from the loaded tensors.
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
@@ -130,14 +134,6 @@ def load_state(
         domain.model.all_gather_weights()
     extra: dict[str, Any] = plain["extra"]
     return extra
-
-
-def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -> Iterator[str]:
-    """Load this rank's part of the state. Yield an error message on failure."""
-    try:
-        Reader(folder, index).read_into({}, _PartPlanner(state))
-    except (Exception, CheckpointException) as error:
-        yield f"checkpoint {folder} cannot be read: {last_line(error)}"
 
 
 class _PartPlanner(DefaultLoadPlanner):
@@ -191,42 +187,33 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
         and not (key.startswith("optimizer/") and key.endswith(UNREAD))
     }
     parts = {part.key: part for part in state.values()}
-    layers = found_by_any(key for key in parts if key.startswith("pc/"))
-    _raise_together(_other_layers(stored, layers), prefix)
-    _raise_together(_misfits(stored, parts), prefix)
+    pc_keys = found_by_any(key for key in parts if key.startswith("pc/"))
+    model_layers = {key.split("/")[1] for key in pc_keys}
+    saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
+    problems = []
+    if saved_layers != model_layers:
+        one = min(saved_layers ^ model_layers)
+        side = "checkpoint" if one in saved_layers else "model"
+        problems.append(
+            f"it has {len(saved_layers)} PC layers, but the model has {len(model_layers)}; for "
+            f"example, {one} is only in the {side}: set pc.blocks as in the checkpoint's config"
+        )
+    _raise_together(problems, prefix)
+    for key, part in parts.items():
+        tensor = stored.get(key)
+        if tensor is None:
+            problems.append(f"{key} is missing")
+        elif tuple(tensor.size) != part.shape:
+            problems.append(f"{key} has shape {tuple(tensor.size)}, but {part.shape} in the model")
+        elif tensor.properties.dtype != part.value.dtype:
+            dtype = tensor.properties.dtype
+            problems.append(f"{key} has dtype {dtype}, but {part.value.dtype} in the model")
+    _raise_together(problems, prefix)
     firsts = sum(not any(part.offset) and part.written for part in state.values())
     # Names are only gathered if the checkpoint has unexpected tensors.
     if sum(from_all(firsts)) != len(stored):
         names = set(found_by_any(parts))
         _raise_together([f"the model has no {key}" for key in stored if key not in names], prefix)
-
-
-def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return [message] if the PC layers of checkpoint and model differ, else []."""
-    saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
-    model_layers = {key.split("/")[1] for key in keys}
-    if saved_layers == model_layers:
-        return []
-    one = min(saved_layers ^ model_layers)
-    side = "checkpoint" if one in saved_layers else "model"
-    return [
-        f"it has {len(saved_layers)} PC layers, but the model has {len(model_layers)}; for "
-        f"example, {one} is only in the {side}: set pc.blocks as in the checkpoint's config"
-    ]
-
-
-def _misfits(
-    stored: Mapping[str, TensorStorageMetadata], parts: Mapping[str, StatePart]
-) -> Iterator[str]:
-    """Yield a message for each tensor that is missing or whose shape or dtype does not match."""
-    for key, part in parts.items():
-        tensor = stored.get(key)
-        if tensor is None:
-            yield f"{key} is missing"
-        elif tuple(tensor.size) != part.shape:
-            yield f"{key} has shape {tuple(tensor.size)}, but {part.shape} in the model"
-        elif tensor.properties.dtype != part.value.dtype:
-            yield f"{key} has dtype {tensor.properties.dtype}, but {part.value.dtype} in the model"
 
 
 def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:

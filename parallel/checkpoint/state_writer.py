@@ -69,10 +69,19 @@ class StatePlanner(DefaultSavePlanner):
         call.
         """
         if self._items is None:
-            written = {name: part for name, part in state.items() if part.written}
-            self._items = [_item(part) for part in written.values()]
-            self._copies = {name: _host_buffer(part.value) for name, part in written.items()}
-            plans = on_first(SavePlan(self._items))
+            items = []
+            for name, part in state.items():
+                if part.written:
+                    value = part.value
+                    properties = TensorProperties(dtype=value.dtype)
+                    data = TensorWriteData(part.chunk, properties, torch.Size(part.shape))
+                    place = MetadataIndex(part.key, part.chunk.offsets)
+                    items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=data))
+                    self._copies[name] = torch.empty(
+                        value.shape, dtype=value.dtype, pin_memory=value.is_cuda
+                    )
+            self._items = items
+            plans = on_first(SavePlan(items))
             if plans:
                 _, self.index = self.create_global_plan(plans)
         for name, copy in self._copies.items():
@@ -86,22 +95,6 @@ class StatePlanner(DefaultSavePlanner):
         """Return the host copy of a plan item."""
         assert write_item.index.offset is not None
         return self._copies[part_name(write_item.index.fqn, write_item.index.offset)]
-
-
-def _item(part: StatePart) -> WriteItem:
-    return WriteItem(
-        MetadataIndex(part.key, part.chunk.offsets),
-        WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            part.chunk, TensorProperties(dtype=part.value.dtype), torch.Size(part.shape)
-        ),
-    )
-
-
-def _host_buffer(tensor: Tensor) -> Tensor:
-    """Return an uninitialised host tensor like `tensor`, in pinned memory if `tensor` is on a
-    GPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class StateWriter(FileSystemWriter):
@@ -172,8 +165,18 @@ class PendingSave:
         In Python before 3.11.10, a forked process can deadlock on startup if another thread holds
         the interpreter's lock (python/cpython#112275).
         """
+        context = get_context("fork")
         for _ in range(STARTS):
-            self._fork()
+            self._receiver, sender = context.Pipe(duplex=False)
+            save = self.folder, self._planner, self._plan
+            self._process = context.Process(
+                target=_write_all, args=(sender, self._receiver, *save), daemon=True
+            )
+            # Uncollected garbage may include process groups, whose threads do not exist after a
+            # fork.
+            with no_collection():
+                self._process.start()
+            sender.close()
             if self._receiver.poll(START_SECONDS):
                 with contextlib.suppress(EOFError, OSError):  # if killed, `poll` reports it
                     self._receiver.recv()
@@ -181,18 +184,6 @@ class PendingSave:
             self.kill()
             print(f"warning: {self._name} did not start within {START_SECONDS:g} s", flush=True)
         raise TimeoutError(f"{STARTS} processes did not start within {START_SECONDS:g} s each")
-
-    def _fork(self) -> None:
-        context = get_context("fork")
-        self._receiver, sender = context.Pipe(duplex=False)
-        save = self.folder, self._planner, self._plan
-        self._process = context.Process(
-            target=_write_all, args=(sender, self._receiver, *save), daemon=True
-        )
-        # Uncollected garbage may include process groups, whose threads do not exist after a fork.
-        with no_collection():
-            self._process.start()
-        sender.close()
 
     def again(self, folder: Path) -> "PendingSave":
         """Start writing the same state to another folder, from the existing host copies."""

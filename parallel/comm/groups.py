@@ -220,6 +220,11 @@ def _groups(
     # The loss of a micro-batch is the mean over its own rank's tokens, even if they are processed
     # by experts on other ranks.
     divisor = replicas.size
+    ends = None  # connects the first and last pipeline stages
+    if layout.pipeline > 1:
+        # After a shutdown, is_rank_in_embedding_group would still refer to the old groups.
+        group = state.get_embedding_group(check_initialized=False)
+        ends = None if group is None else Axis.of(group)
     return Groups(
         layout=layout,
         tensor=tensor,
@@ -233,7 +238,7 @@ def _groups(
             replicas,
             Axis.of(state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
             divisor,
-            _ends(layout),
+            ends,
         ),
         experts=Domain(
             "expert",
@@ -246,15 +251,6 @@ def _groups(
         store=store,
         device=device,
     )
-
-
-def _ends(layout: Layout) -> Axis | None:
-    """Return the axis that connects the first and last pipeline stages, or None on other stages."""
-    if layout.pipeline == 1:
-        return None
-    # After a shutdown, is_rank_in_embedding_group would still refer to the old groups.
-    group = parallel_state.get_embedding_group(check_initialized=False)
-    return None if group is None else Axis.of(group)
 
 
 def abort() -> None:

@@ -186,10 +186,8 @@ class ActivationWatch:
             norm = layer.pre_mlp_layernorm
             self._measure(norm, place, "residual_after_attention", inputs=True)
         core = layer.self_attention.core_attention
-        if attention and isinstance(core, CoreAttention):
-            self._watch_scores(core, place)
-
-    def _watch_scores(self, core: CoreAttention, place: str) -> None:
+        if not (attention and isinstance(core, CoreAttention)):
+            return
         self.logits[place] = torch.full((), -torch.inf, device=self.groups.device).double()
 
         def hook(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -25,12 +25,16 @@ from spectral.batching import grouped
 from spectral.sharded.placement import longest_processing_time
 
 
-def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
-    """Choose the inspection rank of each parameter's matrices among the `ranks` ranks of a stage.
+def inspection_rounds(
+    units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, ranks: int, elements: int
+) -> list[dict[str, int]]:
+    """Split the matrices of a stage into rounds. A round maps unit names to inspection ranks.
 
-    `units[i]` are the units of tensor-parallel rank i. Parameters are assigned in order of
-    descending cost, each to the least loaded rank so far.
+    All matrices of a round are in one bucket. In a round, each rank inspects matrices with at most
+    `elements` elements in total, or a single larger matrix. `units[i]` are the units of
+    tensor-parallel rank i, and `ranks` is the number of ranks in the stage.
     """
+    # Assign parameters in order of descending cost, each to the least loaded rank so far.
     costs: dict[str, int] = {}
     for members in units:
         for unit in {u.name: u for u in members if u.is_matrix}.values():
@@ -38,19 +42,7 @@ def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, i
             costs[unit.parameter] = costs.get(unit.parameter, 0) + short * short * (long + short)
     names = sorted(costs)
     owners = longest_processing_time([costs[name] for name in names], [0.0] * ranks)
-    return dict(zip(names, owners, strict=True))
-
-
-def inspection_rounds(
-    units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, ranks: int, elements: int
-) -> list[dict[str, int]]:
-    """Split the matrices of a stage into rounds. A round maps unit names to inspection ranks.
-
-    All matrices of a round are in one bucket. In a round, each rank inspects matrices with at most
-    `elements` elements in total, or a single larger matrix. For the other arguments, see
-    `inspection_ranks`.
-    """
-    places = inspection_ranks(units, ranks)
+    places = dict(zip(names, owners, strict=True))
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
     buckets = grouped(whole.values(), lambda unit: bucket_layout.slots[unit.parameter][0].index)
     chunks: list[dict[str, int]] = []

@@ -88,9 +88,9 @@ class DistributedOptimizer:
         if not sums:
             return None
         total = torch.stack(sums).sum(0)
-        return PenaltyFigures.of(
-            all_reduce_(total, None, self.model.comm_volume, "penalty figures")
-        )
+        all_reduce_(total, None, self.model.comm_volume, "penalty figures")
+        value, shares, units, squares, loss_squares = total.tolist()
+        return PenaltyFigures(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:

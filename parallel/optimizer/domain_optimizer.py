@@ -9,7 +9,7 @@ the next step group. The rules in `spectral.rules` are used unchanged.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,35 +66,24 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, updated and all-gathered together.
 
-    kept   weights `[elements]`, by name, of the owned units that this rank's shard does not fully
-           contain; they remain equal to the other ranks' master weights, because all ranks add the
-           same updates
+    matrix_regions        regions by whole-matrix rule
+    elementwise_regions   the other regions, by rule, learning rate and weight decay
+    stacks_by_rule        stacks owned by this rank
+    kept                  weights `[elements]`, by name, of the owned units that this rank's shard
+                          does not fully contain; they remain equal to the other ranks' master
+                          weights, because all ranks add the same updates
     """
 
     buckets: tuple[int, ...]
     regions: list[Region]
+    matrix_regions: dict[Rule, list[Region]]
+    elementwise_regions: dict[tuple[Rule, float, float], list[Region]]
     stacks: list[OwnedStack]
+    stacks_by_rule: dict[Rule, list[OwnedStack]]
     exchange: Exchange
     materialized: MaterializedUnits
     penalised: PenalisedUnits
     kept: dict[str, Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def stacks_by_rule(self) -> dict[Rule, list[OwnedStack]]:
-        """Map each rule to its stacks."""
-        return grouped(self.stacks, lambda stack: stack.rule)
-
-    @cached_property
-    def elementwise_regions(self) -> dict[tuple[Rule, float, float], list[Region]]:
-        """Map each elementwise (rule, learning rate, weight decay) to its regions."""
-        regions = (r for r in self.regions if not r.assigned.rule.whole_matrix)
-        return grouped(regions, lambda r: (r.assigned.rule, r.assigned.lr, r.assigned.weight_decay))
-
-    @cached_property
-    def matrix_regions(self) -> dict[Rule, list[Region]]:
-        """Map each whole-matrix rule to its regions."""
-        regions = (r for r in self.regions if r.assigned.rule.whole_matrix)
-        return grouped(regions, lambda region: region.assigned.rule)
 
 
 class DomainOptimizer:
@@ -252,11 +241,17 @@ class DomainOptimizer:
         plain = [t for t in stepped if self.assign(t.unit).pc is None]
         pc = [t for t in stepped if self.assign(t.unit).pc is not None]
         penalised = [t for t in present if self.assign(t.unit).penalty is not None]
+        regions = [region for bucket in buckets for region in self._new_regions(bucket)]
+        matrices = [r for r in regions if r.assigned.rule.whole_matrix]
+        elements = [r for r in regions if not r.assigned.rule.whole_matrix]
         stacks = owned_stacks([t for t in plain if t.owner == rank], self.assign)
         group = StepGroup(
             buckets,
-            [region for bucket in buckets for region in self._new_regions(bucket)],
+            regions,
+            grouped(matrices, lambda r: r.assigned.rule),
+            grouped(elements, lambda r: (r.assigned.rule, r.assigned.lr, r.assigned.weight_decay)),
             stacks,
+            grouped(stacks, lambda stack: stack.rule),
             stage_exchange(plain, self.domain, self.model.comm_volume),
             MaterializedUnits(pc, self.assign, self.model, self.options),
             PenalisedUnits(penalised, self.assign, self.model, self.weights),

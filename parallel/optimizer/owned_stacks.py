@@ -110,11 +110,6 @@ class StackMemory:
             return self._blocks[first.name].view(len(transfers), *first.shape)[part]
         return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
 
-    def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
-        """Copy the matrices in `stack` to their pieces, unless `stack` is a view of the pieces."""
-        if not all(transfer.in_order for transfer in transfers):
-            cut_all_(transfers[part], stack, self.pieces)
-
 
 def cut_all_(
     transfers: Sequence[UnitTransfer], stack: Tensor, pieces: Mapping[str, Tensor]
@@ -211,5 +206,7 @@ class SteppedStack(Units):
         return Stack(weight, momentum, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Write the new weights to their pieces."""
-        self.weights.write(self.owned.transfers, part, stack.weight)
+        """Copy the new weights to their pieces, unless the stack is a view of the pieces."""
+        transfers = self.owned.transfers
+        if not all(transfer.in_order for transfer in transfers):
+            cut_all_(transfers[part], stack.weight, self.weights.pieces)

@@ -9,13 +9,11 @@ the step then use the sum of both gradients.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import CommVolume, all_to_all
-from parallel.comm.groups import Domain
+from parallel.comm.collectives import all_to_all
 from parallel.optimizer.owned_stacks import StackMemory, cut_all_
 from parallel.optimizer.routing import Assign
 from parallel.optimizer.unit_transfer import UnitTransfer, stage_exchange
@@ -44,39 +42,6 @@ class PenaltyFigures:
     gradient_norm: float
     loss_gradient_norm: float
 
-    @classmethod
-    def of(cls, sums: Tensor) -> Self:
-        """Compute the metrics from `sums` `[SUMS]`, which are summed over all ranks. Causes a host
-        sync."""
-        value, shares, units, squares, loss_squares = sums.tolist()
-        return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
-
-
-def weight_exchange(
-    transfers: Sequence[UnitTransfer], domain: Domain, volume: CommVolume
-) -> Exchange:
-    """Plan the gather of unit weights from the model's parameters.
-
-    Every data-parallel rank holds all parameters of its tensor-parallel rank, so an owner only
-    receives pieces from other ranks in its tensor-parallel group.
-    """
-    tensor, data_rank = domain.tensor, domain.replicas.rank
-
-    def parts(transfer: UnitTransfer) -> tuple[Part, ...]:
-        size = transfer.unit.numel // transfer.pieces
-        return tuple(
-            Part(rank, transfer.matrix, (), (span_of(i * size, size),))
-            for i, rank in enumerate(transfer.tensor_ranks)
-        )
-
-    near = [
-        Transfer(t.matrix, t.owner % tensor.size, parts(t), ())
-        for t in transfers
-        if t.owner // tensor.size == data_rank
-    ]
-    send = partial(all_to_all, axis=tensor, comm_volume=volume, kind="penalty weights")
-    return Exchange(near, (), tensor.rank, tensor.size, send, send)
-
 
 class PenalisedUnits:
     """The penalised units of one step group, on one rank."""
@@ -93,7 +58,20 @@ class PenalisedUnits:
         self.buffers = model.buffers
         self.weights = weights
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
-        self.weight_exchange = weight_exchange(transfers, domain, comm_volume)
+        # Every data-parallel rank holds all parameters of its tensor-parallel rank, so an owner
+        # only receives weights from other ranks in its tensor-parallel group.
+        tensor = domain.tensor
+        near = []
+        for t in transfers:
+            if t.owner // tensor.size == domain.replicas.rank:
+                size = t.unit.numel // t.pieces
+                pieces = tuple(
+                    Part(rank, t.matrix, (), (span_of(i * size, size),))
+                    for i, rank in enumerate(t.tensor_ranks)
+                )
+                near.append(Transfer(t.matrix, t.owner % tensor.size, pieces, ()))
+        send = partial(all_to_all, axis=tensor, comm_volume=comm_volume, kind="penalty weights")
+        self.weight_exchange = Exchange(near, (), tensor.rank, tensor.size, send, send)
         owned = [t for t in transfers if t.owner == domain.stage.rank]
         self.parts = [
             part

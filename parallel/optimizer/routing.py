@@ -137,6 +137,13 @@ def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
     owner = "its shards' ranks"
     if assigned.has_owner:
         owner = f"rank {owners[unit.name]}" if unit.name in owners else "one rank"
+    pc = None
+    if assigned.pc is not None:
+        level = assigned.pc.preconditioner.level
+        if isinstance(level, int | str):
+            pc = f"level {level}" if isinstance(level, int) else level
+        else:
+            pc = f"degree {2 * len(level) - 1}"
     return Route(
         unit=unit.name,
         parameter=unit.parameter,
@@ -149,17 +156,9 @@ def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
         radius=radius,
         scale=scale,
         owner=owner,
-        pc=None if assigned.pc is None else level_name(assigned.pc),
+        pc=pc,
         penalty=None if assigned.penalty is None else assigned.penalty.coefficient,
     )
-
-
-def level_name(pc: PCAssignment) -> str:
-    """Return the name of a PC layer's polynomial."""
-    level = pc.preconditioner.level
-    if isinstance(level, int | str):
-        return f"level {level}" if isinstance(level, int) else level
-    return f"degree {2 * len(level) - 1}"
 
 
 def unit_work(

@@ -170,10 +170,14 @@ class BucketLayout:
         """Group the bucket indices into at most `count` step groups and return them in forward
         order.
 
-        If `count` is None, `default_step_groups` chooses it.
+        Groups consist of consecutive buckets, and their bucket counts differ by at most one. If
+        `count` is None, `default_step_groups` chooses it.
         """
         chosen = default_step_groups(self.numel // self.ranks) if count is None else count
-        return forward_groups(len(self.buckets), chosen)
+        buckets = len(self.buckets)
+        order = range(buckets)[::-1]  # buckets are numbered in backward order
+        n = min(chosen, buckets)
+        return [tuple(order[buckets * i // n : buckets * (i + 1) // n]) for i in range(n)]
 
     @property
     def numel(self) -> int:
@@ -260,25 +264,28 @@ class BucketPlanner:
         for name in sorted(ordered, key=lambda name: sizes[name] % word > 0):
             slots.append(Slot(name, offset, sizes[name]))
             offset += sizes[name]
-        step = self._step(offset)
-        return Bucket(index, tuple(slots), -(-offset // step) * step, stepped_by_owners)
-
-    def _step(self, used: int) -> int:
-        """Return the size alignment, in elements, of a bucket with `used` elements."""
         alignment = self.alignment
-        while -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used and alignment > WORD:
+        while -offset % (self.ranks * alignment) > ALIGNMENT_PADDING * offset and alignment > WORD:
             alignment //= 2
-        return self.ranks * alignment
+        step = self.ranks * alignment
+        return Bucket(index, tuple(slots), -(-offset // step) * step, stepped_by_owners)
 
 
 def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
     """Assign parameters to buckets, and return the names in each bucket, in backward order. `sizes`
     gives each parameter's number of elements, in forward order.
 
-    A bucket holds at most two layers and about `bucket_numel` elements, or a single larger run of
-    parameters outside layers.
+    A bucket holds at most two layers, or a single larger run of parameters outside layers. Its size
+    is about that of the largest layer or 40M elements, whichever is larger, but at most twice the
+    size of the largest layer.
     """
-    most = bucket_numel(sizes) * (1 + NEGLIGIBLE)
+    layer_sizes = Counter[str]()
+    for name, size in sizes.items():
+        layer = layer_of(name)
+        if layer is not None:
+            layer_sizes[layer] += size
+    largest = max(layer_sizes.values(), default=DEFAULT_BUCKET)
+    most = min(max(largest, DEFAULT_BUCKET), LAYERS_PER_BUCKET * largest) * (1 + NEGLIGIBLE)
     buckets: list[list[str]] = []
     layers = numel = 0
     for layer, block in groupby(reversed(sizes), layer_of):
@@ -299,21 +306,6 @@ def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[
     return [names for both in split for names in both if names]
 
 
-def bucket_numel(sizes: dict[str, int]) -> int:
-    """Return the maximum number of elements in a bucket.
-
-    This is the size of the largest layer or 40M elements, whichever is larger, but at most twice
-    the size of the largest layer.
-    """
-    layers = Counter[str]()
-    for name, size in sizes.items():
-        layer = layer_of(name)
-        if layer is not None:
-            layers[layer] += size
-    largest = max(layers.values(), default=DEFAULT_BUCKET)
-    return min(max(largest, DEFAULT_BUCKET), LAYERS_PER_BUCKET * largest)
-
-
 def layer_of(parameter: str) -> str | None:
     """Return a name's layer prefix, e.g. `layers.3` for `layers.3.mlp.down`, or None if it has
     none."""
@@ -329,14 +321,3 @@ def default_step_groups(shard_numel: int) -> int:
     every stack repeats all of its rule's kernel launches.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
-
-
-def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
-    """Group the bucket indices into at most `groups` step groups and return them in forward order.
-
-    Buckets are numbered in backward order. Groups consist of consecutive buckets, and their bucket
-    counts differ by at most one.
-    """
-    order = range(buckets)[::-1]
-    count = min(groups, buckets)
-    return [tuple(order[buckets * i // count : buckets * (i + 1) // count]) for i in range(count)]

@@ -11,15 +11,13 @@ Apex extension.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
 import torch
-from megatron.core.tensor_parallel import layers
 from torch import Tensor
-from torch.nn.utils import parametrize
 
 from models.units import Unit
 from parallel.comm.collectives import CommVolume, Pending, all_gather_, all_reduce_, reduce_scatter_
@@ -224,21 +222,6 @@ class WeightProducts:
         add_product_(total, gradient.t(), inputs)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
-    """Enable or disable fused accumulation into `main_grad` in the linear layers of `chunks`.
-
-    Weights computed during the forward pass have no `main_grad`, so their layers are excluded. With
-    fused accumulation, autograd gets None as the weight gradient.
-    """
-    layers.fused_weight_gradient_mlp_cuda = WeightProducts
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
-                module.gradient_accumulation_fusion = active and not parametrize.is_parametrized(
-                    module
-                )
 
 
 @dataclass
