@@ -164,9 +164,8 @@ def split_parameters(
         if (answer := _given(weight, own, apart)) is not None:
             given[weight.name] = answer
     if example is not None:
-        several = [w for w in weights if w.parameter.ndim > 1]
-        rest = [w for w in several if given.get(w.name) not in (VECTOR, EMBEDDING)]
-        followed = {w.name: w.parameter for w in rest}
+        rest = [w for w in weights if given.get(w.name) not in (VECTOR, EMBEDDING)]
+        followed = {w.name: w.parameter for w in rest if w.parameter.ndim > 1}
         vectors = {w.name: w.parameter for w in weights if given.get(w.name) == VECTOR}
         given |= watch(module, followed, vectors, example, given)
     else:

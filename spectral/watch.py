@@ -505,10 +505,11 @@ class Watch(TorchDispatchMode):
     def _multiply_weights(self, name: str, sides: Sequence[Side], result: Facts) -> None:
         """Follow products of parameters. Mark the factors of a computed weight as hidden."""
         computed = [side.tensor for side in sides if side.facts.is_product]
-        matrices = [s for s in sides if s.facts.is_parameter and sum(n > 1 for n in s.shape) > 1]
+        known = [s for s in sides if s.facts.is_parameter or s.tensor in self.weights]
+        matrices = [s.tensor for s in known if sum(n > 1 for n in s.shape) > 1]
         if computed and len(computed + matrices) > 1 and name not in FILLS:
             operation = f"a {'sum' if name in ADDITIONS else 'product'} with a weight"
-            self._hide(computed, operation)
+            self._hide(computed + matrices, operation)
         if computed and all(side.facts.is_product for side in sides if side.facts.is_active):
             result.is_product = True
 

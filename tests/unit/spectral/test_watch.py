@@ -1302,7 +1302,13 @@ def a_weight_that_is_a_sum_of_kronecker_products(m: Any, x: Tensor) -> Any:
 
 
 LORA = "a: a sum with a weight hides the use of the weight's outputs\nb: a sum with a weight"
+TRAINED = f"{LORA}.*\nbase.weight: a sum with a weight hides"
 BASE = nn.Parameter(torch.randn(8, 12), requires_grad=False)
+
+
+@refused(TRAINED, "base 12 8, out 8 4, a 2x12, b 8x2")
+def a_trained_weight_and_a_product_of_factors(m: Any, x: Tensor) -> Any:
+    return m.out(F.linear(x, 1 * m.base.weight + 2 * (m.b @ m.a)))
 
 
 @refused(LORA, "out 8 4, a 2x12, b 8x2", frozen=BASE)
