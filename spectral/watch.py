@@ -319,8 +319,8 @@ class Watch(TorchDispatchMode):
         self._derive_facts(name, operands, results, bool(tracked), random)
         if name in PRODUCTS or name in COPIES:
             self._watch_vectors(name, operands, results)
-        summed = name in ("sum", "mean", *COPIES) and bool(self.facts(operands[0]).factors)
-        if not (weights or tracked or summed):
+        factors = [facts for t in operands[:1] for facts in self.facts(t).factors]
+        if not (weights or tracked or (factors and name in ("sum", "mean", *COPIES))):
             return
         if in_place := bool(re.search("[^_]_$", name)):
             name = name[:-1]

@@ -416,6 +416,7 @@ HALVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a power": lambda a, b: a.abs() ** b,
     "a minimum": torch.minimum,
     "an angle": torch.atan2,
+    "a product with a quotient": lambda a, b: a * b * torch.div(7, 2, rounding_mode="floor"),
     "a mean and its noise": lambda a, b: a + b.exp() * torch.randn_like(b),
     "an addition after an activation": lambda a, b: F.silu(a) + b,
     "exponents": lambda a, b: (F.logsigmoid(a) + F.softplus(b).log()).logcumsumexp(1).exp(),
