@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--gpus",
         type=positive,
         metavar="N",
-        help="number of GPUs to simulate, or to plan for (default: the config's plan.gpus)",
+        help="number of GPUs to simulate, or to plan for (default for plans: plan.gpus)",
     )
     parser.add_argument(
         "--device",

@@ -50,8 +50,8 @@ def clip_qk_(
     groups = key.shape[0] // max(size, 1)
     if not groups or (size * heads, size * groups, heads % groups) != (rows, key.shape[0], 0):
         raise ValueError(
-            f"query must have {heads} heads, and key must have heads of the same size, whose "
-            f"number divides {heads}; got {rows} query rows and {key.shape[0]} key rows"
+            f"query must have {heads} heads; key must have heads of the same size, and their "
+            f"number must divide {heads}; got {rows} query rows and {key.shape[0]} key rows"
         )
     if not (threshold > 0 and 0 <= balance <= 1):
         raise ValueError(

@@ -235,7 +235,7 @@ class Side(NamedTuple):
         return [] if self.columns is None else _moving(self.columns)
 
     def axes(self, other: "Side") -> tuple[set[int], set[int]]:
-        """The axes of both operands, and the axes of this operand only."""
+        """The axes that both operands have, and the axes that only this operand has."""
         pairs = [*enumerate(zip(self.shape, other.shape, strict=True))]
         shared = {axis for axis, (n, m) in pairs if n > 1 < m}
         return shared, {axis for axis, (n, m) in pairs if n > 1 == m}

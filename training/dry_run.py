@@ -1,4 +1,4 @@
-"""Plan a run from its config, including the number of steps and the use of each data set."""
+"""Plan a run from its config, with the number of steps and how much of each data set is used."""
 
 import math
 import os

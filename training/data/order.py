@@ -288,8 +288,8 @@ class TrainingData(Dataset[Tensor]):
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return a copy with the same sets and weights that contains the samples of `phase`,
-        starting with `data[phase.sample]`."""
+        """Return a copy with the same sets and weights, but with the samples of `phase`,
+        which start at `data[phase.sample]`."""
         data = copy.copy(self)
         data.phase = phase
         return data
