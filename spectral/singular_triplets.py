@@ -92,7 +92,10 @@ def top_singular(
 
 
 class TopPairs(NamedTuple):
-    """Top singular values and vectors of stacks with equal shorter sides, in at least float32."""
+    """Top singular values and vectors of several stacks of matrices, in at least float32.
+
+    The shorter side has the same length in all stacks.
+    """
 
     sigma: Tensor  # [matrices], all stacks
     short: Tensor  # [matrices, rows]

@@ -160,7 +160,8 @@ class Use:
         single = [rows == 1 < inputs for rows, inputs in shapes]
         if crossed and (all(single) or (any(single) and _overlap(several))):
             raise ValueError(
-                "operations on two axes of its outputs would leave matrices of one output each"
+                "its outputs are combined along two axes, which would divide it into matrices with "
+                "a single output each"
             )
         if not self.outputs or all(1 in shape for shape in shapes):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)

@@ -33,8 +33,8 @@ def solver_curve(
     """Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone. For
     independent Gaussian matrices, the root of f is close to 0. The solver finds this root.
 
-    For each shape, the experiment computes f on a grid and the roots for several draws. It also
-    computes the multipliers of small matrices to nine digits.
+    For each shape, the experiment evaluates f on a grid for one draw, and finds the root of f for
+    each of several draws. It also computes the multipliers of small matrices to nine digits.
     """
     checks, panels, data = [], [], []
     for rows, cols in shapes:

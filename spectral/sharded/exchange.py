@@ -161,8 +161,8 @@ class Exchange:
         """Copy `whole[matrix]` from its owner to all parts of the matrix or, with `add`, add it to
         them.
 
-        Without `local`, matrices that are whole on their owner are skipped. See `gather` for `like`
-        and `dtype`.
+        If `local` is False, matrices that are stored whole on their owner are skipped. See `gather`
+        for `like` and `dtype`.
         """
         write = add_all_ if add else copy_all_
         if local:

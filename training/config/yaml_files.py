@@ -2,9 +2,9 @@
 
 `base` is a file or a list of files in ascending priority; paths are relative to the file containing
 `base`. Sections are merged; lists and scalars are replaced. A section with `replace: true` inherits
-nothing from the base. `${section.key}` refers to the merged result. `${oc.env:NAME}` refers to the
-environment, and is only allowed in keys that hold paths. `read_saved` does not resolve references,
-because a saved config may come from an untrusted source.
+nothing from the base. `${section.key}` refers to the merged result. `${oc.env:NAME}` expands to an
+environment variable and is allowed only in keys that hold paths. `read_saved` does not resolve
+references, because a saved config may come from an untrusted source.
 """
 
 import re

@@ -309,7 +309,7 @@ class TrainingData(Dataset[Tensor]):
 
     def read(self, samples: int) -> dict[str, SetCount]:
         """Return the number of samples and tokens read from each set in the first `samples` samples
-        of a run. Sample `samples - 1` must be in this phase."""
+        of a run. The last of these samples must be in this phase."""
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):

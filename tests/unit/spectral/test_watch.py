@@ -1192,13 +1192,13 @@ def sets(m: Any, x: Tensor) -> Any:
     return m.a(first) + m.b(y[..., [4, 5, 6, 7, 12, 13, 14, 15]])
 
 
-@refused("both.weight: operations on two axes of its outputs", "both 12 8, a 4 3, b 2 3")
+@refused("both.weight: its outputs are combined along two axes", "both 12 8, a 4 3, b 2 3")
 def outputs_along_two_axes(m: Any, x: Tensor) -> Any:
     y, z = (m.both(x).unflatten(-1, (2, 4)) for _ in range(2))
     return m.a(y).sum((2, 3)) + m.b(z.mT).sum((2, 3))
 
 
-@refused("qkv.weight: operations on two axes", "qkv 12 36, gate 12 4, out 12 4")
+@refused("qkv.weight: its outputs are combined along two axes", "qkv 12 36, gate 12 4, out 12 4")
 def a_gate_for_each_entry_of_a_head_that_all_queries_share(m: Any, x: Tensor) -> Any:
     q, k, v = qkv(m, x)
     return m.out(attention(q * m.gate(x).sigmoid()[:, None], k, v))
