@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.checkpoint import state as states
+from parallel.checkpoint.safe_index import Reader
 from parallel.checkpoint.state import sharded_state
 from spectral import SpectralSphere
 from spectral.rules.spectral_sphere import SpectralSphereRule
@@ -58,13 +58,13 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
 
     def after(info: CheckpointInfo, change: Callable[[Any], None] = lambda parts: None) -> Any:
         """Return the metrics, the counts, and the sums of all tensors after the next two steps."""
-        load = states._load
+        read_into = Reader.read_into
 
-        def loaded(folder, index, parts) -> Iterator[str]:
-            yield from load(folder, index, parts)
-            change(parts)
+        def loaded(reader, targets, planner) -> None:
+            read_into(reader, targets, planner)
+            change(planner._state)
 
-        monkeypatch.setattr(states, "_load", loaded)
+        monkeypatch.setattr(Reader, "read_into", loaded)
         trainer = build_trainer(
             replace(config, train=replace(config.train, exit_step=5)), world, *build_data(config)
         )
@@ -75,7 +75,7 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
         except ResumeError as error:
             return str(error)
         finally:
-            monkeypatch.setattr(states, "_load", load)
+            monkeypatch.setattr(Reader, "read_into", read_into)
         progress = asdict(trainer.progress)
         for _ in range(2):
             Loop(trainer, hooks).step_and_report()
