@@ -47,8 +47,8 @@ def gram_penalty_and_grad(
         if normalize not in (None, "frobenius", "size"):
             raise ValueError(f"normalize must be None, 'frobenius' or 'size', got {normalize!r}")
         oriented = wide if side == "in" else wide.mT  # E is that of the columns' Gram matrix
-        value, product = _energy(oriented)
-        grad = 4 * product
+        value, grad = _energy(oriented)
+        grad = 4 * grad
         if normalize == "size":
             n = oriented.shape[-1]
             # A single column has no off-diagonal entries: value and gradient are already zero.
@@ -58,8 +58,8 @@ def gram_penalty_and_grad(
             safe = torch.where(norm > 0, norm, 1)
             value = value / safe.square()
             # d (E / N) = dE / N - (E / N) dN / N with N = norm^2 and dN / N = 4 W / norm
-            scaled = grad / safe.square()[..., None, None]
-            grad = scaled - (4 * value / safe)[..., None, None] * oriented
+            grad = grad / safe.square()[..., None, None]
+            grad = grad - (4 * value / safe)[..., None, None] * oriented
         if power == 1:
             value = value.sqrt()
             divisor = torch.where(value > 0, 2 * value, torch.inf)

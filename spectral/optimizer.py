@@ -630,8 +630,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         Skipped steps are counted. All ranks that share parameters return the same value. Raises
         FloatingPointError on a nonfinite gradient with `nonfinite="raise"`, and ValueError if a
-        parameter was replaced, ranks have gradients for different parameters or, in the first step,
-        replicas have different gradients.
+        parameter was replaced, ranks have gradients for different parameters or, in the first step
+        with gradients for these parameters, replicas have different gradients.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
@@ -676,7 +676,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _check_replicas(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Raise ValueError if the norms of gradients differ between the replicas."""
         assert self._ranks is not None
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        norms = []
+        for grad in grads:
+            # A norm in a wider dtype would copy the gradient, except from 16 bits on GPUs.
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            norms.append(torch.linalg.vector_norm(grad, dtype=dtype).to(grads[0].device))
         differing = [*compress(parameters, self._ranks.differ(norms))]
         if differing:
             raise ValueError(

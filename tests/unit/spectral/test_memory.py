@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from spectral.gram_penalty import gram_penalty_and_grad
 from spectral.kernels.library import SLOW_ON_CPU
 from spectral.optimizer import SpectralOptimizer
 from spectral.polar import WORKSPACE_ELEMENTS
@@ -29,11 +31,37 @@ RULES_OF_MATRICES: dict[str, dict[str, object]] = {
 
 
 def peaks_of_large_units() -> dict[str, float]:
-    return {
+    peaks = {
         f"{name} {shape}": peak_in_units(name, 1, *shape, **options)
         for name, options in RULES_OF_MATRICES.items()
         for shape in SHAPES
     }
+    return peaks | {"first step of replicas": largest_allocation()}
+
+
+def largest_allocation() -> float:
+    """The largest tensor that the first step of replicas allocates, in units of the gradient."""
+    dist.init_process_group("gloo")
+    parameter = torch.nn.Parameter(torch.randn(512, 512))
+    parameter.grad = torch.randn(512, 512)
+    optimizer = SpectralOptimizer([parameter], rule="adamw", replicas=dist.group.WORLD)
+    cpu = torch.profiler.ProfilerActivity.CPU  # counts copies made within an operation, too
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
+        optimizer.step()
+    dist.destroy_process_group()
+    return max(e.self_cpu_memory_usage for e in profiler.events()) / parameter.nbytes
+
+
+def test_the_comparison_of_replicas_copies_no_gradient(peaks) -> None:
+    assert peaks["first step of replicas"] < 0.01  # norms and flags
+
+
+# E's gradient, its scaled copy or the Gram matrix times W, and the difference with "frobenius".
+@pytest.mark.parametrize(("normalize", "most"), [(None, 3), ("size", 3), ("frobenius", 4)])
+def test_the_gram_penalty_takes_a_few_matrices(normalize, most) -> None:
+    w = torch.randn(1024, 256)
+    peak = peak_bytes(lambda: gram_penalty_and_grad(w, power=1, normalize=normalize))
+    assert peak / w.nbytes <= most + 0.01  # values
 
 
 @pytest.fixture(scope="module")
