@@ -24,7 +24,7 @@ from models.blocks.decoder_model import softcap_
 
 
 class SoftcappedCoreAttention(CoreAttention):
-    """Causal softmax(softcapped(scale q k^T)) v over the last `window` keys (None: all keys).
+    """Causal softmax(cap tanh(scale q k^T / cap)) v over the last `window` keys (None: all keys).
 
     Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
     """

@@ -51,9 +51,9 @@ def product(
     other = a.mT if b is None else b
     by_blocks = (
         symmetric
+        and not (torch.is_grad_enabled() and (a.requires_grad or other.requires_grad))
         and a.device.type == "cpu"  # on other devices, the shape may be unknown under tracing
         and a.shape[1] >= LEAST_ROWS.get(a.dtype, math.inf)
-        and not (torch.is_grad_enabled() and (a.requires_grad or other.requires_grad))
     )
     if is_slow(a):
         p = a.float()
