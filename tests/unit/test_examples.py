@@ -49,6 +49,18 @@ def test_an_example_trains(root: Path, tmp_path: Path, name: str, needed: str) -
     check(losses(root, tmp_path, f"{name}.py", "--steps", "60"))
 
 
+def test_repeated_words_repeat_a_line(root: Path, tmp_path: Path) -> None:
+    words = [a + b * 3 for a in "abcde" for b in "vwxyz"]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": f"Not, no, {' '.join(words)}"}))
+    lines = printed(root, tmp_path, "data/repeated_words.py", str(tmp_path / "a.jsonl"))
+    texts = [json.loads(line)["text"].splitlines() for line in lines.splitlines()]
+    assert len({first for first, *_ in texts}) == len(texts) == 400
+    for text in texts:
+        first = text[0].split()
+        assert text == [text[0]] * 6
+        assert len(first) == len({*first} & {*words}) == 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchtitan_fsdp2", "accelerate_fsdp2"])
 def test_an_example_trains_on_two_ranks(root: Path, tmp_path: Path, name: str) -> None:
