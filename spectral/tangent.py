@@ -23,6 +23,7 @@ from . import tangent_model
 from .batching import concat, split_figures, split_like
 from .polar import (
     Coefficients,
+    Polar,
     cache_slices,
     coefficients,
     divide_,
@@ -30,7 +31,7 @@ from .polar import (
     newton_schulz,
     polars_of,
 )
-from .tangent_model import is_wide
+from .tangent_model import Model, is_wide
 
 # Norm, in units of rounding error, below which M + lambda Theta is considered pure rounding error;
 # see `shifted`.
@@ -150,7 +151,8 @@ class Solver:
                 shorter sides differ.
         """
         work = _Refinement(problems, self)
-        directions, f = work.evaluated()
+        work.begin(tangent_model.build(work.stacks, work.u, work.v, *work.msign))
+        directions, f = work.measured(polars_of(work.shifted(), *work.msign))
         best, residual, kept = work.trial, f, work.kept
         for _ in range(1, work.limit):
             # Narrow the bracket with the last evaluation, and mark converged matrices.
@@ -165,7 +167,7 @@ class Solver:
             safe = (work.slope > 0) & (step > work.low) & (step < work.high)
             step = torch.where(safe, step, torch.lerp(work.low, work.high, 0.5))
             work.trial = torch.where(work.open, step, work.trial)
-            latest, f = work.evaluated()
+            latest, f = work.measured(polars_of(work.shifted(), *work.msign))
             work.evaluations += work.open
             secant = (f - f_previous) / (work.trial - previous)
             rises = work.open & (secant > 0) & (secant < float("inf"))
@@ -219,10 +221,7 @@ class _Refinement:
     """
 
     def __init__(self, problems: Sequence[TangentProblem], solver: Solver) -> None:
-        """Transpose problems with tall matrices, and take the model's root as the initial guess.
-
-        Raises the ValueErrors of `Solver.solve`.
-        """
+        """Transpose problems with tall matrices; raise the ValueErrors of `Solver.solve`."""
         self.solver, self.dtype = solver, problems[0].m.dtype
         dtype = self.dtype if solver.dtype is None else solver.dtype
         for m, u, v in problems:
@@ -248,7 +247,9 @@ class _Refinement:
         self.rounding = ROUNDING.get(dtype, 0.0)
         self.limit = solver.max_evaluations or default_evaluations(short[0], dtype, self.u.device)
         self.last = self.limit == 1  # the first evaluation is also the last and may overwrite M
-        model = tangent_model.build(self.stacks, self.u, self.v, *self.msign)
+
+    def begin(self, model: Model) -> None:
+        """Take the model's root as the initial guess."""
         offset, self.slope = tangent_model.root(model)
         self.trial = model.centre + offset
         self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
@@ -257,13 +258,12 @@ class _Refinement:
             self.low, self.high = model.centre - model.half, model.centre + model.half
             self.open = torch.ones_like(model.centre, dtype=torch.bool)
 
-    def evaluated(self) -> tuple[list[Tensor], Tensor]:
+    def measured(self, polars: list[Polar]) -> tuple[list[Tensor], Tensor]:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
         If a matrix's iteration diverged, its inner product is NaN. Such an evaluation is never the
-        best, and does not narrow the bracket.
+        best, and does not narrow the bracket. Empties the list `polars`.
         """
-        polars = polars_of(self.shifted(), *self.msign)
         bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []
         for m, u, v in zip(self.stacks, split_like(self.u, self.stacks), self.v, strict=True):
