@@ -497,10 +497,12 @@ class Watch(TorchDispatchMode):
         self.facts(out).scaled |= several if len(several) > 1 else set()
         chosen = any(s.facts.is_active and s.tensor.dtype != torch.bool for s in whole)
         alone = sum(side.tensor.numel() > 1 for side in sides) == 1
-        for weight in [t for t in weights if t.shape == out.shape][:1]:
-            self.facts(out).is_active &= chosen
-            if not chosen or (alone and len(self._use(weight).shape) > 2):
-                self.weights.copy(out, weight)
+        weight = next((t for t in weights if t.shape == out.shape), None)
+        if weight is None:
+            return
+        self.facts(out).is_active &= chosen
+        if not chosen or (alone and len(self._use(weight).shape) > 2):
+            self.weights.copy(out, weight)
 
     def _multiply_weights(self, name: str, sides: Sequence[Side], result: Facts) -> None:
         """Follow products of parameters. Mark the factors of a computed weight as hidden."""

@@ -31,7 +31,7 @@ from scripts.weights_only import write_checkpoint
 from spectral.batching import grouped
 from training.checkpoint.stored_checkpoint import abridged
 from training.config import Config, load_config
-from training.config.yaml_files import as_yaml, escaped
+from training.config.yaml_files import to_text
 from training.errors import InputError, near_name
 from training.json_file import UNFETCHED, check_shape, is_pointer, parse_json, read_json
 
@@ -136,7 +136,7 @@ def write_config(source: Path, base: Path, target: Path) -> None:
     except InexpressibleError as error:
         raise InputError(f"{source / 'config.json'}: {error}") from None
     content = {"base": os.path.relpath(base, target.parent), "model": {"replace": True, **section}}
-    target.write_text(as_yaml(escaped(content)), encoding="utf-8")
+    target.write_text(to_text(content), encoding="utf-8")
 
 
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:

@@ -160,16 +160,15 @@ def comparison(results: Results) -> pd.DataFrame:
 
 def by_dataset(results: Results) -> list[dict[str, str]]:
     """Return the rows of the comparison for each validation dataset, if rows have such losses."""
-    rows = rows_of(results)
-    names = [set(row.get("datasets", {})) for row in rows]
-    cells = []
+    rows, lines = rows_of(results), []
     for name in rows[0].get("datasets", {}) if rows else ():
-        if name in set.intersection(*names):
+        if all(name in row.get("datasets", {}) for row in rows):
             alone = [{**row, "losses": row["datasets"][name]} for row in rows]
             for line in records(comparison({**results, "rows": alone})):
-                cells.append({"dataset": name, **comparison_cells({**line, "chosen": ""})})
-                del cells[-1]["settings"]
-    return cells
+                cells = comparison_cells(line)
+                del cells["settings"]
+                lines.append({"dataset": name, **cells})
+    return lines
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:

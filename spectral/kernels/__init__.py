@@ -20,7 +20,7 @@ def gram(*stacks: Tensor) -> Tensor:
     The result is `[sum of batches, rows, rows]`. Stacks must have equal row counts and dtypes, and
     may have any strides.
     """
-    tile = _tile("gram" if len(stacks) == 1 else "grouped", *stacks)
+    tile = _gram_tile(stacks)
     if tile is None:
         return concat([*map(library.symmetric, stacks)])
     from . import symmetric
@@ -32,7 +32,7 @@ def gram(*stacks: Tensor) -> Tensor:
 
 def mirrors(stacks: Sequence[Tensor]) -> bool:
     """Return whether `gram(*stacks)` computes one triangle of each product and mirrors it."""
-    return _tile("gram" if len(stacks) == 1 else "grouped", *stacks) is not None
+    return _gram_tile(stacks) is not None
 
 
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
@@ -66,6 +66,11 @@ def updates(tensors: Sequence[Tensor]) -> bool:
     if not (listed(device_name(tensors[0].device)) and has_triton()):
         return False
     return all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
+
+
+def _gram_tile(stacks: Sequence[Tensor]) -> Tile | None:
+    """Return the tile with which `gram` multiplies the stacks, or None to use the library."""
+    return _tile("gram" if len(stacks) == 1 else "grouped", *stacks)
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:

@@ -19,7 +19,7 @@ from ..measures import correlation
 from ..polar import Polar, coefficients, newton_schulz
 from ..singular_triplets import cold_start, top_singular, triplet_cost
 from ..sphere import hard_factor
-from ..tangent import EVALUATIONS, Solver, bisected, tolerance_for
+from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Report, Stack, State, require, store_, taken
 from .muon import momentum_of
 from .muon_sphere import RadiusRule
@@ -71,9 +71,8 @@ class MuonPlusPlusRule(RadiusRule):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields by name; algorithm dual replaces a null tolerance by its default."""
-        tolerance = self.tolerance
-        if self.algorithm == "dual":
-            tolerance = tolerance_for(self.dtype or torch.float32, tolerance)
+        dual = self.algorithm == "dual"
+        tolerance = self.accepted(self.tolerance) if dual else self.tolerance
         return super().settings() | {"tolerance": tolerance}
 
     def init_state(self, weight: Tensor) -> State:

@@ -41,11 +41,14 @@ class RadiusRule(PolarRule):
         """Return the radius R of a unit. See `Rule.radius_of`."""
         return radius(shape, self.radius, self.radius_scaler)
 
+    def accepted(self, tolerance: float | None) -> float:
+        """Return the tolerance for tangent directions; if it is None, return its default."""
+        return tolerance_for(self.dtype or torch.float32, tolerance)
+
     def solver(self, tolerance: float | None, **options: Any) -> Solver:
         """Return the solver for tangent directions, with the rule's msign options."""
         options |= {"schedule": self.schedule, "steps": self.steps, "dtype": self.dtype}
-        accepted = tolerance_for(self.dtype or torch.float32, tolerance)
-        return Solver(tolerance=accepted, **options)
+        return Solver(tolerance=self.accepted(tolerance), **options)
 
     def problem(self, stack: Stack) -> TangentProblem:
         """Return a stack's tangent problem. Overwrites the stack's gradient."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..polar import Polar, coefficients
-from ..tangent import EVALUATIONS, Solver, bisected, tolerance_for
+from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Report, Stack, State
 from .muon import momentum_of
 from .muon_sphere import MuonSphereRule, retracted
@@ -50,8 +50,7 @@ class SpectralSphereRule(MuonSphereRule):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields by name, with a null tolerance replaced by its default."""
-        tolerance = tolerance_for(self.dtype or torch.float32, self.tolerance)
-        return super().settings() | {"tolerance": tolerance}
+        return super().settings() | {"tolerance": self.accepted(self.tolerance)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and retract the weights, then step along the tangent direction. See `Rule.update`.

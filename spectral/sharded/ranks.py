@@ -49,14 +49,12 @@ class RankGroup:
         least, smallest, largest = figures.unbind()
         return least > 0, smallest == -largest
 
-    def differ(self, numbers: Sequence[Tensor], tolerance: float = 1e-3) -> list[bool]:
-        """Return which nonnegative numbers (0-d) differ between ranks by more than a share of the
-        largest.
-        """
+    def differ(self, numbers: Sequence[Tensor]) -> list[bool]:
+        """Return which nonnegative numbers (0-d) differ between ranks by more than a thousandth."""
         extremes = torch.stack([*numbers, *(-number for number in numbers)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         largest, smallest = extremes[: len(numbers)], -extremes[len(numbers) :]
-        return (largest - smallest > tolerance * largest).tolist()
+        return (largest - smallest > 1e-3 * largest).tolist()
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ from training.config.binding import InvalidConfigError, bind
 from training.config.checks import BETWEEN, world
 from training.config.optimizer_section import MissingRuleError, group_of, of_installed_rules
 from training.config.schema import Config, with_paper_choices
-from training.config.yaml_files import as_yaml, escaped, read_merged, read_saved
+from training.config.yaml_files import read_merged, read_saved, to_text
 
 __all__ = [
     "Config",
@@ -62,4 +62,4 @@ def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> No
 
 def to_yaml(config: Config) -> str:
     """Serialize `config` to YAML, including all defaults. Loading it back gives an equal config."""
-    return as_yaml(escaped(asdict(config)))
+    return to_text(asdict(config))

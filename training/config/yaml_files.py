@@ -228,9 +228,13 @@ def read_saved(path: Path) -> Content:
     return cast(Content, _with_strings(_load(path), unescaped))
 
 
+def to_text(content: Content) -> str:
+    """Dump plain values as YAML that `read_merged` and `read_saved` both read back unchanged."""
+    return as_yaml(escaped(content))
+
+
 def as_yaml(content: Content) -> str:
-    """Dump plain values as YAML. `read_merged` resolves the references in it; to keep `${` as text,
-    apply `escaped` first."""
+    """Dump plain values as YAML; `read_merged` resolves the references in it."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
