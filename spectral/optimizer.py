@@ -245,6 +245,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 "units ({} for single matrices)"
             )
 
+    def _warn_alone(self) -> None:
+        """Warn on rank 0 of several if the ranks neither share matrices nor compare gradients."""
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return
+        count = torch.distributed.get_world_size()
+        whole = any(rule_of(group).whole_matrix for group in self.param_groups)
+        if whole and count > 1 and not torch.distributed.get_rank():
+            _warn(
+                f"replicas is None, so each of {count} ranks updates all its matrices, and ranks "
+                "with different gradients would diverge silently: average gradients before the "
+                "step, as DDP does, and pass replicas=torch.distributed.group.WORLD to check this "
+                "and divide the work (or another group, if ranks have different parameters)"
+            )
+
     def _warn_unfrozen(self) -> None:
         """Warn once about each parameter that was frozen when split and now has a gradient."""
         names = []
@@ -396,6 +410,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         forget(self.state, {p: self._kinds[p] for p in self._kinds.keys() - kinds.keys()})
         now = Snapshot(self.param_groups, self.state)
         self._ranks = self._all_ranks(now.parameters)
+        if before is None and self._ranks is None:
+            self._warn_alone()
         if before is None or before.forms != now.forms:
             self._matrices = None
         shared = [m[:3] for m in members_of(self.param_groups) if self._is_shared(*m[:2])]
@@ -653,9 +669,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
             waits = raises or present != self._present or is_known(same)
             if waits and not same:
                 raise ValueError("all ranks must have gradients for the same parameters")
-            if present != self._present and grads and not snapshot.sharded and finite:
+            compares = present != self._present and grads and not snapshot.sharded
+            if compares and finite:
                 self._check_replicas([p for p in parameters if p.grad is not None], grads)
-            self._present = present
+            if not compares or finite:  # otherwise, the next step compares
+                self._present = present
         if raises:
             if not finite:
                 found = [

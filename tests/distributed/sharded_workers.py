@@ -3,6 +3,7 @@ other kinds of sharding."""
 
 import copy
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -304,8 +305,15 @@ def refusals() -> list[str]:
         grad.view(-1)[0] = torch.nan
     said.append(error_of(optimizer.step))
     alone = build("one")  # without DDP, nothing averages the gradients
-    replicas = optimizer_of(alone, "muon", replicas=dist.group.WORLD)
+    replicas = optimizer_of(alone, "muon", replicas=dist.group.WORLD, nonfinite="skip")
+    for parameter in alone.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    replicas.step()  # skipped, so the next step compares the gradients
     said.append(error_of(partial(train, alone, replicas, "ddp", 0, 1)))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(alone, optimizer_of(alone, "muon"), "one", 0, 1)
+    said.append(" ".join(str(each.message) for each in warned))
     return said
 
 

@@ -121,7 +121,9 @@ def test_a_gradient_may_have_any_placement(on_two) -> None:
 
 def test_wrong_use_is_one_clear_error(on_two) -> None:
     owners = ("a gradient on another rank", "the gradient of blocks.0.down.weight")
-    for owner, said in zip(owners, on_two["refusals"], strict=True):
+    results = on_two["refusals"]
+    assert [said.pop()[:37] for said in results] == ["replicas is None, so each of 2 ranks ", ""]
+    for owner, said in zip(owners, results, strict=True):
         meshes, placement, vector, *gradients, nonfinite, unreduced = said
         assert "must all be on the same device mesh" in meshes
         assert "must be sharded or replicated, got P" in placement
