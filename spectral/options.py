@@ -57,6 +57,7 @@ HINTS: Final[Mapping[str, str]] = {
     "scale='align_adam_rms' replaces 'match_rms_adamw'",
     "ns_coefficients": "schedule='simple' uses torch's coefficients; other schedules are better",
     "betas": OF_ADAMW,
+    "beta1": f"pass momentum; {OF_ADAMW}",
     "eps": f"no epsilon is needed: a zero matrix has a zero update; {OF_ADAMW}",
     "learning_rate": "pass lr",
     "wd": "pass weight_decay",

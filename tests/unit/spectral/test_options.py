@@ -161,6 +161,7 @@ def test_options_of_torch_that_are_fixed_here(kind, where, name, accepted, refus
         ("adjust_lr_fn", "match_rms_adamw", "scale='align_adam_rms' replaces 'match_rms_adamw'"),
         ("ns_coefficients", (3.4445, -4.775, 2.0315), "schedule='simple' uses torch's"),
         ("eps", 1e-7, "no epsilon is needed"),
+        ("beta1", 0.9, "pass momentum; for AdamW, set it in the groups"),
         ("learning_rate", 0.1, "pass lr"),
         ("wd", 0.1, "pass weight_decay"),
         ("wdecay", 0.1, "pass weight_decay"),
