@@ -286,12 +286,13 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Number of key/value heads: `kv_heads`, or `heads` if null."""
+        """Number of key/value heads: `kv_heads` or, if this key is null, `heads`."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_size(self) -> int:
-        """Dimension of a query or key head: `head_dim`, or hidden / heads if null."""
+        """Dimension of a query or key head. Without latent attention, this is `head_dim` or, if
+        this key is null, hidden / heads."""
         if self.latent is not None:
             return self.latent.nope_head_dim + self.latent.rope_head_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
@@ -332,8 +333,8 @@ class ModelConfig(Section):
 
 
 def scale_of(moe: MoEConfig) -> float:
-    """Return the multiplier for the routed experts' sum: `moe.routed_scale` or, if null, the SSO
-    paper's factor."""
+    """Return the multiplier for the routed experts' sum: `moe.routed_scale` or, if this key is
+    null, the SSO paper's factor."""
     if moe.routed_scale is None:
         return routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
     return moe.routed_scale

@@ -98,11 +98,11 @@ def latent_attention_units(
 ) -> list[Unit]:
     """Return one rank's units for multi-head latent attention (DeepSeek-V2) in layer `layer`.
 
-    The down-projections to a latent (q_a, kv_a) are replicated across tensor-parallel ranks: they
-    are small, and ranks then exchange latents instead of the residual stream. The up-projections
-    are sharded by head. Each head's slice of q_b is one unit, and its key and value slices of kv_b
-    are two more. Since every head has its own keys, the values group and head of `split.qkv_units`
-    are equivalent. Raises ValueError if `split.qkv_units` is not in QKVUnits.
+    The down-projections to a latent (q_a, kv_a) are small, so every tensor-parallel rank holds a
+    copy. Ranks therefore exchange latents instead of the residual stream. The up-projections are
+    sharded by head. Each head's slice of q_b is one unit, and its key and value slices of kv_b are
+    two more. Since every head has its own keys, `group` and `head` are equivalent values of
+    `split.qkv_units`. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     latent, hidden, heads = model.latent, model.hidden, model.heads
     assert latent is not None
@@ -138,16 +138,19 @@ def head_units(
 ) -> list[Unit]:
     """Return one rank's units for an attention parameter `[groups, rows per group, width]`.
 
-    Depending on `split.qkv_units`, a unit is one head (head), all heads of a role in a group
-    (group), all heads of a role (component), or the whole parameter (fused).
+    Depending on `split.qkv_units`, a unit is one head (`head`), all heads of a role in a group
+    (`group`), all heads of a role (`component`), or the whole parameter (`fused`).
 
     Args:
-        prefix, parameter: prefix of the layer's names, and the parameter's name within attention.
+        prefix: prefix of the layer's names.
+        parameter: name of the parameter within attention.
         roles: (role, heads per group, rows per head), in row order within a group.
         groups: number of KV heads; the parameter is sharded across ranks by group.
         width: number of columns.
-        split: how to split into units; raises ValueError if `qkv_units` is not in QKVUnits.
-        infix: inserted between role and number in unit names.
+        split: how to split the parameter into units.
+        infix: text between role and number in unit names.
+
+    Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     local = groups // split.tensor_size
     ends = accumulate(heads * rows for _, heads, rows in roles)

@@ -257,7 +257,7 @@ def assemble(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Return a dict from Megatron's name of each parameter in a chunk to the declared name.
+    """Return a dict that maps Megatron's parameter names in a chunk to the declared names.
 
     Raises ValueError for a parameter that does not exist in the dense families.
     """

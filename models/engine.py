@@ -69,13 +69,15 @@ def import_engine() -> None:
     """Import megatron-core without its warnings and in half the usual time. Call this before
     anything else imports megatron-core.
 
-    Three warnings are suppressed: about missing optional packages; about a missing CUDA toolkit,
-    emitted by CUDA builds of PyTorch on machines without a GPU such as login nodes; and about the
-    deprecated names of collectives in megatron-core, emitted by newer torch releases. megatron-core
-    functions decorated with torch.compile are compiled on their first call, because compiling at
-    import would load the compiler for functions that most models never call. megatron-core's
-    inference code is kept from importing wandb, which is not needed. Raises EngineError if
-    megatron-core is not installed.
+    Three warnings are suppressed. The first is about missing optional packages. The second is about
+    a missing CUDA toolkit, and comes from CUDA builds of PyTorch on machines without a GPU, such as
+    login nodes. The third is about deprecated names of collectives in megatron-core, and comes from
+    newer torch releases.
+
+    megatron-core functions decorated with torch.compile are compiled on their first call. If they
+    were compiled at import, the compiler would be loaded for functions that most models never call.
+    megatron-core's inference code is kept from importing wandb, which is not needed. Raises
+    EngineError if megatron-core is not installed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     deprecated = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
@@ -97,8 +99,9 @@ def import_engine() -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable garbage collection within the context: during imports it would traverse all modules
-    and free nothing. Processes forked within the context run without garbage collection."""
+    """Disable garbage collection within the context. During imports, the garbage collector would
+    traverse all modules and free nothing. Processes forked within the context run without garbage
+    collection."""
     automatic = gc.isenabled()
     gc.disable()
     try:
@@ -171,8 +174,8 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return a dependency that Triton lacks to compile an extension, or None if nothing is
-    missing."""
+    """Return the missing dependency for Triton's C extensions, or None if Triton can compile
+    them."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"

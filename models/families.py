@@ -197,7 +197,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_checks(model: ModelConfig) -> Iterator[Check]:
-    """Check that the family of `model` exists and supports its settings."""
+    """Check that the family of `model` exists and supports the settings of `model`."""
     if model.family in FAMILIES:
         yield from FAMILIES[model.family].checks(model)
     else:
@@ -247,10 +247,12 @@ def declare_stage_units(
 def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
     """Return the parameter counts of `model` and its training FLOPs per token.
 
-    `sequence_length` is the number of tokens in a sequence or, for packed documents, the mean
-    attended length. Per token, the forward and backward passes cost 6 FLOPs for each element of
-    every active matrix, except an embedding that is not tied to the head, which is only a lookup.
-    Attention costs 6 * heads * (key + value head dimension) FLOPs per layer and visible key.
+    `sequence_length` is the number of tokens in a sequence. For packed documents, it is the length
+    of equally long documents in which a token attends to as many keys on average as in the data.
+
+    Per token, the forward and backward passes cost 6 FLOPs for each element of every active matrix.
+    An embedding that is not tied to the head is only a lookup and costs nothing. Per layer and
+    visible key, attention costs 6 * heads * (key head dimension + value head dimension) FLOPs.
     """
     units = all_units(model)
     active = Counter[str]()

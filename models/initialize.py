@@ -119,7 +119,8 @@ def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
 
 
 def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) -> float:
-    """Return the standard deviation of `drawn`, one of the draws of `unit`."""
+    """Return the standard deviation of the random draw named `drawn`, one of the draws that
+    initialise `unit`."""
     if unit.role in VOCABULARY:
         return init.embedding_std if unit.role == "embedding" else init.head_std
     if init.std is None:

@@ -75,7 +75,7 @@ class Split:
 
 
 def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
-    """Return the positions of a `length`-token sequence that context rank `rank` of `size` holds.
+    """Return the positions held by context rank `rank` of `size` in a sequence of `length` tokens.
 
     The result is one range if `size` is 1, otherwise two ranges of `length / (2 * size)` positions
     in ascending order. Raises ValueError if `length` is not divisible by `2 * size`.
@@ -91,11 +91,11 @@ def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
 
 
 def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
-    """Return the part of `whole` held by context rank `rank` of `size`, split along sequence
-    dimension `dim`.
+    """Return the part of `whole` held by context rank `rank` of `size`. The sequence dimension is
+    `dim`.
 
-    Returns `whole` itself if `size` is 1. Raises ValueError if the length is not divisible by
-    `2 * size`.
+    Returns `whole` itself if `size` is 1. Raises ValueError if the sequence length is not divisible
+    by `2 * size`.
     """
     if size == 1:
         return whole

@@ -3,7 +3,7 @@
 After the leading dense layers, each feed-forward block consists of a router, routed experts and
 shared experts. Each token uses `top_k` routed experts and all shared experts.
 
-Every expert has its own parameters, with both sequential and grouped GEMMs. No tokens are dropped.
+Every expert has its own parameters, whether GEMMs are sequential or grouped. No tokens are dropped.
 Attention, embedding and head are the same as in the dense families.
 """
 
@@ -106,7 +106,7 @@ def build(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Return a dict from Megatron's name of each parameter in a chunk to the declared name.
+    """Return a dict that maps Megatron's parameter names in a chunk to the declared names.
 
     Expert names contain the expert's global index in the layer. Raises ValueError for a parameter
     that does not exist in the family.

@@ -52,7 +52,7 @@ class PCOverride(Section):
     """Level of the matching PC layers."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the order of the layers."""
+        """Check that `layers`, if set, is a valid range of layer indices."""
         first, last = self.layers or (0, 0)
         rule = "must be [first, last] with 0 <= first <= last"
         yield "layers", not 0 <= first <= last, rule
@@ -131,7 +131,8 @@ class PCConfig(Section):
         )
 
     def gamma_decay(self, scalar: float) -> float:
-        """Return the weight decay of gamma, given optimizer.scalar's weight decay `scalar`."""
+        """Return the weight decay of gamma. If `gamma_weight_decay` is null, this is `scalar`, the
+        weight decay of optimizer.scalar."""
         return scalar if self.gamma_weight_decay is None else self.gamma_weight_decay
 
     def checks(self) -> Iterator[Check]:

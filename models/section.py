@@ -61,7 +61,7 @@ class Section:
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
     """Yield `KEY RULE, got VALUE` for each invalid key of a section, or `KEY = VALUE requires ...`
     if the rule starts with `requires`. If the rule already contains `, got VALUE`, no value is
-    added; if the rule gives a reason after a colon, the value is inserted before the colon. `path`
+    added. If the rule contains a colon and a reason, the value is inserted before the colon. `path`
     is the section's path in the config."""
     for key, wrong, rule in checks:
         if wrong:

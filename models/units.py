@@ -4,7 +4,7 @@ A matrix unit is the smallest matrix that a spectral operation treats as a whole
 of one attention head, or a gate, up or down projection. Megatron fuses several such matrices into
 one parameter, and shards parameters across tensor-parallel ranks. A unit describes its view of the
 local parameter, and how the pieces on all ranks form the whole matrix. Initialisation, optimizers
-and monitors only see units, so no other file depends on how weights are fused.
+and monitors only work with units, so no other file depends on how weights are fused.
 
 Units are declared by pure functions of the config, without building a model, creating process
 groups or allocating memory.
@@ -30,8 +30,8 @@ class Unit:
     name         global name, the same for every layout, e.g. `layers.3.q.5`
     parameter    global name of the parameter that contains the unit, e.g. `layers.3.attention.qkv`
     role         q, k, v, o, gate, up, down, embedding, head, gain, bias ...
-    view_shape   shape that the local parameter is viewed as before indexing
-    index        index of the unit in that view
+    view_shape   shape of a view of the local parameter
+    index        index of the unit in this view
     axes         n-dimensional shape of the whole unit; flattening all axes but the last yields
                  `[rows, cols]`
     shard_axis   axis of `axes` that is sharded over tensor-parallel ranks, or None if each rank
@@ -207,7 +207,7 @@ def vector_unit(
 def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
     """Check that every element of every parameter belongs to exactly one unit.
 
-    If not, raises ValueError with the name of the unit or parameter at fault.
+    Otherwise raises ValueError. The message names the unit or parameter that violates this rule.
     """
     claims: dict[str, list[Unit]] = {}
     for unit in units:

@@ -76,7 +76,7 @@ class ParallelModel:
         return next(part.domain for part in self.domains if part.domain.name == unit.domain)
 
     def reports(self, unit: Unit) -> bool:
-        """Return whether this rank, which must hold a part of `unit`, reports it."""
+        """Return whether this rank reports `unit`. The rank must hold a part of the unit."""
         domain = self.domain_of(unit)
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy
@@ -95,7 +95,7 @@ class ParallelModel:
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the largest normalised singular values and the gammas of in-graph PC layers.
 
-        Both lists have one tensor `[units]` per layer (see `UnitWeight.guard_`). For each layer,
+        Both lists contain one tensor `[units]` per layer (see `UnitWeight.guard_`). For each layer,
         only one of the ranks that hold it returns tensors. Collective: all ranks of a stage must
         call this method.
         """
@@ -132,9 +132,9 @@ class ParallelModel:
         """Enable or disable fused gradient accumulation in the weight gradient GEMMs of linear
         layers.
 
-        While fused accumulation is enabled, autograd gets None as these layers' weight gradient,
-        and the reducers' observers do not see it. Weights computed during the forward pass have no
-        `main_grad`, so their layers are excluded.
+        While fused accumulation is enabled, autograd receives None as the weight gradient of these
+        layers, and the reducers' observers are not called for these weights. Weights computed
+        during the forward pass have no `main_grad`, so their layers are excluded.
         """
         layers.fused_weight_gradient_mlp_cuda = WeightProducts
         for chunk in self.chunks:
@@ -256,7 +256,7 @@ class ModelOptions:
     overlap_reduce      whether reduce-scatters start during the backward pass
     gradient_dtype      dtype of gradient buckets; see `Buffers`
     pc                  PC layer config; only used if PC layers are evaluated in the graph
-    radius_scalers      radius scalers of the roles for which they differ from `InitConfig`
+    radius_scalers      radius scalers by role; other roles use the scaler in `InitConfig`
     weights             function that returns the initial value `[*shape]` of a whole unit; None:
                         random initialisation
     fused_backward      whether Triton kernels compute gradients; see `fuse_blocks_`

@@ -1,7 +1,7 @@
 """Feed-forward activations, keyed by their names in `model.activation`.
 
-The table `ACTIVATIONS` has one entry per activation and is used by Megatron's config, compilation,
-grouped experts and export. models/blocks/compiled.py fuses activations.
+The table `ACTIVATIONS` contains one entry per activation. Megatron's config, compilation, grouped
+experts and export use this table. models/blocks/compiled.py fuses activations.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return `relu(x)^2` elementwise (So et al., 2021). Unlike Megatron's function, it is not
-    compiled."""
+    """Return `relu(x)^2` elementwise (So et al., 2021). Megatron's version of this function is
+    compiled; this version is not."""
     return F.relu(x).square()
 
 
@@ -41,9 +41,10 @@ def geglu(gate_up: Tensor) -> Tensor:
 class Activation:
     """A feed-forward activation.
 
-    function      elementwise function applied to the gate, or to up in a block without a gate
-    block         function applied to the first linear layer's output: gate and up concatenated, or
-                  up
+    function      elementwise function applied to the gate projection or, in a block without a gate,
+                  to the up projection
+    block         function applied to the first linear layer's output: the concatenated gate and up
+                  projections, or only the up projection
     gated         whether the block has a gate
     hugging_face  name in config.json, or None if no transformers class supports the activation
     """
@@ -71,7 +72,7 @@ ACTIVATIONS: dict[str, Activation] = {
 def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
     """Return the activation whose elementwise function is `function`.
 
-    Raises ValueError if it is not in `ACTIVATIONS`.
+    Raises ValueError if `ACTIVATIONS` contains no such activation.
     """
     for activation in ACTIVATIONS.values():
         if activation.function is function and activation.gated == gated:
@@ -84,14 +85,17 @@ def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activ
 
 
 IS_TANH = {F.silu: False, tanh_gelu: True}
-"""Gate functions supported by the kernel, and whether each one uses tanh."""
+"""Maps each gate function that the kernel supports to whether the function uses tanh."""
 
 
 def with_one_gradient(
     activation: Activation, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return `forward` (the activation's `block` or `scaled`, compiled or not) with the kernel as
-    its backward pass, or `forward` itself if the kernel does not support the activation."""
+    """Return a function that computes `forward` and uses the Triton kernel as its backward pass.
+
+    `forward` is the activation's `block` or `scaled`, compiled or not. If the kernel does not
+    support the activation, `forward` itself is returned.
+    """
     if not activation.gated or activation.function not in IS_TANH:
         return forward
     from spectral.kernels import gated

@@ -1,7 +1,7 @@
 """Core attention using PyTorch's scaled_dot_product_attention or FlashAttention 3 or 4.
 
-Several documents can be packed into one sequence. Attention does not cross document boundaries:
-the variable-length kernel skips other documents.
+Several documents can be packed into one sequence. Attention does not cross document boundaries: the
+variable-length kernel skips the keys of other documents.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ ROWS: Final = 256
 
 SMALL_KEYS: Final = 256 * 64
 """Largest product of key count and head dimension for which CPUs compute bfloat16 attention in
-float32. With 128 keys of dimension 32, PyTorch's bfloat16 kernel takes 2.5 times as long as its
-float32 kernel, and with 512 keys of dimension 128, 0.85 times (torch 2.13, one thread, AMD EPYC
-with AVX-512)."""
+float32. PyTorch's bfloat16 kernel takes 2.5 times as long as the float32 kernel for 128 keys of
+dimension 32, but only 0.85 times as long for 512 keys of dimension 128 (torch 2.13, one thread, AMD
+EPYC with AVX-512)."""
 
 KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
 
@@ -56,18 +56,19 @@ VARYING: Final = "flash_attention of variable length"
 """Name of the variable-length kernel."""
 LARGEST_HEAD: Final = 256
 ALIGNMENT: Final = 8
-"""Head dimensions are padded to a multiple of this."""
+"""Head dimensions are padded to a multiple of this number."""
 
 Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The documents of packed queries and keys, in the format that variable-length kernels expect.
+    """Document lengths of packed queries and keys, in the format of variable-length kernels.
 
     queries, keys   cumulative document lengths (cu_seqlens), int32 `[documents + 1]` on the device,
                     starting with 0
-    most_queries, most_keys   maximum number of queries and of keys in a document
+    most_queries    largest number of queries in a document
+    most_keys       largest number of keys in a document
     """
 
     queries: Tensor
@@ -78,10 +79,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """The documents of a range of queries.
+    """Document boundaries for a range of queries.
 
-    firsts    `[b, s]`, sequence position of the first token of each query's document
-    lengths   the documents in the format that variable-length kernels expect
+    firsts    `[b, s]`, the position in the sequence at which each query's document starts
+    lengths   document lengths in the format of variable-length kernels
     """
 
     firsts: Tensor
@@ -90,13 +91,13 @@ class DocumentRange:
 
 @dataclass(kw_only=True)
 class Documents(PackedSeqParams):
-    """The documents of a context-parallel rank's tokens `[b, s]`.
+    """Document boundaries for the tokens `[b, s]` of a context-parallel rank.
 
     Megatron passes this object through to the core attention of every layer. Because the object's
     format is not `thd`, Megatron leaves the shapes of queries, keys and values unchanged.
 
     positions   position of each token within its document, `[b, s]`
-    parts       documents of each range in `context_chunks`, in the same order
+    parts       document boundaries for each range in `context_chunks`, in the same order
     """
 
     positions: Tensor
@@ -122,9 +123,9 @@ class CoreAttention(torch.nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
-        """Raise ValueError if attention is not causal self-attention, or if the process group
-        `pg_collection.cp` for context parallelism is missing or its size does not match the
-        config."""
+        """Raise ValueError if attention is not causal self-attention. Under context parallelism,
+        also raise ValueError if the process group `pg_collection.cp` is missing, or if its size
+        differs from the size in the config."""
         super().__init__()
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise ValueError(
@@ -149,7 +150,8 @@ class CoreAttention(torch.nn.Module):
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    documents that attention does not cross; None if there is only one
+        documents    document boundaries, which attention does not cross; None if each sequence is
+                     one document
         """
         raise NotImplementedError
 
@@ -190,8 +192,8 @@ class CoreAttention(torch.nn.Module):
     def largest_logit(
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the largest scaled score `[]` of this rank's queries, excluding masked scores, for
-        monitored steps. See `forward` for the arguments."""
+        """Return the largest scaled score `[]` of this rank's queries, excluding masked scores.
+        Monitored steps call this method. See `forward` for the arguments."""
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
@@ -204,8 +206,8 @@ class CoreAttention(torch.nn.Module):
     def _parts(
         self, query: Tensor, length: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, int, DocumentRange | None]]:
-        """Yield (chunk, its end position in the sequence, its documents) for each chunk of this
-        rank's queries."""
+        """Yield (chunk, end position of the chunk in the sequence, document boundaries) for each
+        chunk of this rank's queries."""
         assert self.context is not None
         chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
         parts = [None] * len(chunks) if documents is None else documents.parts
@@ -218,7 +220,8 @@ class CoreAttention(torch.nn.Module):
 class SDPACoreAttention(CoreAttention):
     """Attention using PyTorch's scaled_dot_product_attention.
 
-    KV heads are expanded in memory only for float32 on GPUs.
+    For float32 on GPUs, KV heads are repeated in memory, once per query head. Otherwise KV heads
+    are not copied.
     """
 
     def attend(
@@ -266,8 +269,8 @@ class FlashCoreAttention(CoreAttention):
 
 
 def whole(documents: Documents | None) -> DocumentRange | None:
-    """Return the single range of `documents` for context-parallel size 1; None without
-    documents."""
+    """Return the only range in `documents`, or None if `documents` is None. The context-parallel
+    size must be 1."""
     return None if documents is None else documents.parts[0]
 
 
@@ -290,7 +293,8 @@ def causal_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    documents that attention does not cross; None if there is only one
+    documents    document boundaries, which attention does not cross; None if each sequence is one
+                 document
     """
     few = key.shape[0] * key.shape[-1] <= SMALL_KEYS
     if is_slow(query) or (few and query.is_cpu and query.dtype == torch.bfloat16):
@@ -331,8 +335,8 @@ def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that restricts attention on GPUs to fused kernels.
 
     Within the context, attention raises RuntimeError if no fused kernel supports the inputs;
-    PyTorch would otherwise silently fall back to materialising the scores `[s, s]`. On CPUs, and
-    for float64, which no fused kernel supports, all kernels are allowed.
+    PyTorch would otherwise silently fall back to materialising the scores `[s, s]`. All kernels are
+    allowed on CPUs, and for float64, which no fused kernel supports.
     """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()
@@ -352,8 +356,9 @@ def attention_kernel(
     """Return the name of the kernel that `causal_attention` uses for `heads` query heads and
     `groups` KV heads.
 
-    The name is VARYING for `documents` on a GPU, otherwise flash_attention, cudnn_attention,
-    efficient_attention or math. Raises RuntimeError if no allowed kernel supports the inputs.
+    With `documents` on a GPU, the name is `VARYING`. Otherwise, the name is flash_attention,
+    cudnn_attention, efficient_attention or math. Raises RuntimeError if no allowed kernel supports
+    the inputs.
     """
     if documents and device.type == "cuda":
         head = max(key_size, value_size)
@@ -404,8 +409,8 @@ def largest_causal_score(
 
 
 def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of queries at the last s of t positions, each with the range of its visible
-    keys."""
+    """Yield (range of queries, range of keys visible to these queries) for each block of queries.
+    The queries are at the last s of t positions."""
     for first in range(0, s, ROWS):
         last = min(first + ROWS, s)
         oldest = 0 if window is None else max(0, t - s + first - window + 1)
@@ -430,11 +435,11 @@ def other_documents(rows: slice, seen: slice, documents: DocumentRange) -> Tenso
 
 
 def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) -> Documents:
-    """Return the documents on context rank `rank` of `size`, given the documents of whole
-    sequences.
+    """Return the document boundaries for context rank `rank` of `size`.
 
-    `firsts` `[b, s]`, in host memory, holds the sequence position of the first token of each
-    token's document. `move` copies a tensor to the device.
+    `firsts` `[b, s]`, in host memory, covers whole sequences. For each token, `firsts` contains the
+    position in the sequence at which the token's document starts. `move` copies a tensor to the
+    device.
     """
     length = firsts.shape[1]
     context = {"rank": rank, "size": size}
@@ -474,8 +479,10 @@ def varying_attention(
     """Return the attention output `[s, b, heads * d]` for queries at the last s of t positions.
 
     query        `[s, b, heads, d]`
-    key, value   `[t, b, groups, d]`, t >= s; all heads are padded to one aligned dimension
-    lengths      documents that attention does not cross
+    key, value   `[t, b, groups, d]`, t >= s
+    lengths      document lengths; attention does not cross document boundaries
+
+    All heads are padded to the same dimension, a multiple of `ALIGNMENT`.
     """
     # Imported lazily, because the import loads the compiler.
     from torch.nn.attention.varlen import varlen_attn

@@ -4,11 +4,12 @@ Without fusion, norms, rotary embeddings and activations read and write whole te
 because every operation is a separate kernel. `fuse_blocks_` compiles each of these functions
 separately, because the code around them (matmuls, collectives, recomputation, the attention kernel)
 would cause graph breaks. Each function is compiled once per shape and gradient mode and shared by
-all layers. Expert token counts change every step, so experts share one graph with a symbolic count.
+all layers. Expert token counts change every step, so experts share one graph with a symbolic token
+count.
 
-Compiled code concatenates the gradients of gate and up, and the gradients of queries, keys and
-values, at half the bandwidth of a copy (docs/performance.md), so spectral/kernels provides kernels
-for both.
+The backward pass concatenates the gradients of gate and up, and the gradients of queries, keys and
+values. Compiled code reaches only half the bandwidth of a copy in these concatenations
+(docs/performance.md), so spectral/kernels provides a kernel for each concatenation.
 """
 
 import itertools
@@ -62,8 +63,8 @@ class Fused:
     def compiled(
         self, function: Callable[..., Any], *, dynamic: bool = False
     ) -> Callable[..., Any]:
-        """Return `function` compiled once for all modules, or `function` itself if there is no
-        backend.
+        """Return `function` compiled once for all modules, or `function` itself if the backend is
+        None.
 
         With `dynamic`, a single graph handles any number of tokens.
         """
@@ -75,7 +76,7 @@ class Fused:
         return self._made[function, dynamic]
 
     def install_(self, module: torch.nn.Module) -> bool:
-        """Fuse the elementwise functions of `module`, and return whether it has any."""
+        """Fuse the elementwise functions of `module`. Return whether any function was fused."""
         match module:
             case RMSNorm():
                 module.function = self.compiled(module.function)
@@ -148,7 +149,8 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return a dependency that torch.compile lacks on `device`, or None if nothing is missing."""
+    """Return the missing dependency of torch.compile on `device`, or None if torch.compile can be
+    used."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

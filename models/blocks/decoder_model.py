@@ -2,9 +2,9 @@
 
 Logits can be soft-capped. The z-loss uses the squared log-sum-exp of each token's logits.
 
-The logits of a micro-batch are `[tokens, vocabulary]`. In float32, together with the softmax saved
-for backward, the logits are by far the largest activations of a model with a large vocabulary. The
-chunked loss processes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N.
+The logits of a micro-batch are `[tokens, vocabulary]`. In a model with a large vocabulary, the
+float32 logits and the softmax saved for backward are by far the largest activations. The chunked
+loss processes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N.
 Gimelshein, "Online normalizer calculation for softmax", 2018). The backward pass recomputes each
 chunk's logits, at the cost of one more matmul with the head. With tensor parallelism, every rank
 processes its own part of the vocabulary.
@@ -45,8 +45,9 @@ def losses_and_normalizers(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss `-log softmax(logits)[label]` and the log-sum-exp of the logits for each
-    token, both `[tokens]`, in float32 or wider, where the logits are `hidden weight^T`,
-    soft-capped.
+    token.
+
+    Both results are `[tokens]`, in float32 or wider. The logits are `hidden weight^T`, soft-capped.
 
     Args:
         hidden: `[tokens, width]`. The caller must sum the gradient of `hidden` over `group`.
@@ -137,8 +138,8 @@ def _inside(labels: Tensor, rows: Tensor) -> Tensor:
 
 
 class ScaledEmbedding(LanguageModelEmbedding):
-    """Megatron's embedding times sqrt(hidden size). As in transformers, this factor is rounded to
-    the weights' dtype."""
+    """Megatron's embedding, multiplied by sqrt(hidden size). As in transformers, this factor is
+    rounded to the weights' dtype."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -147,7 +148,7 @@ class ScaledEmbedding(LanguageModelEmbedding):
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         """Return the scaled embeddings `[s, b, hidden]` of token ids `[b, s]`. Under sequence
-        parallelism, the output's s covers only this rank's part of the sequence."""
+        parallelism, the output contains only this rank's part of the sequence."""
         embedded: Tensor = super().forward(*arguments, **options)
         return embedded * self.scale
 
@@ -168,10 +169,12 @@ class Head(ColumnParallelLinear):
         labels: Tensor | None = None,
         chunk: int = 0,
     ) -> Any:
-        """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`, given hidden
-        states `[sequence, batch, width]` (under sequence parallelism, this rank's part of the
-        sequence). Without labels, return Megatron's result, with the logits soft-capped in float32
-        or wider."""
+        """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`.
+
+        The input contains hidden states `[sequence, batch, width]`. Under sequence parallelism,
+        these are only this rank's part of the sequence. Without labels, return Megatron's logits
+        and bias, with the logits soft-capped in float32 or wider.
+        """
         if labels is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.softcap is None:
@@ -197,8 +200,9 @@ class Head(ColumnParallelLinear):
 class _ChosenLogits(torch.autograd.Function):
     """Return logits `[sequence, batch, rows]` and the logit of each label, `[sequence, batch]`.
 
-    The backward pass adds the gradient of the label logits in place to the gradient of all logits,
-    because no other code uses the latter. Autograd would make three more passes over the logits.
+    The backward pass adds the gradient of the label logits to the gradient of all logits. The
+    addition is in place, because no other code uses the gradient of all logits. Autograd would make
+    three more passes over the logits.
     """
 
     @staticmethod
@@ -229,9 +233,9 @@ class DecoderModel(GPTModel):
 
     The loss processes `loss_chunk` entries of a rank's vocabulary at a time (None: all at once).
     With `fused_loss`, Liger's kernels compute the loss in two passes over the logits. Otherwise
-    Megatron computes the loss, with one pass over the logits per operation. With `z_loss`, the
-    training output is `[2, batch, sequence]`: the losses and the squared log-sum-exp of each
-    token's logits.
+    Megatron computes the loss, and every operation is a separate pass over the logits. With
+    `z_loss`, the training output is `[2, batch, sequence]`: the losses and the squared log-sum-exp
+    of each token's logits.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class Router(TopKRouter):
     """Selects the top-k experts for tokens `[s, b, hidden]` and counts tokens per expert.
 
     tokens_per_expert   `[experts]` float32, summed over a step's micro-batches on this rank.
-                        Megatron only counts tokens if there is an expert bias, but metrics always
-                        need the counts
+                        Megatron only counts tokens if there is an expert bias, but the metrics
+                        always require the counts
     earlier_load        `[experts]` float32, tokens per expert in the last step that was not
                         skipped, summed across ranks; zeros before the first step, None without the
                         global balancing loss
@@ -62,9 +62,9 @@ class Router(TopKRouter):
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """Return the coefficient of a load-balancing loss, or 0 if it is disabled.
 
-        Megatron sums the global loss over data-parallel ranks but averages gradients over them,
-        which would divide the weight of the loss by the number of ranks. The returned coefficient
-        compensates for this.
+        Megatron sums the global loss over data-parallel ranks but averages the gradients over these
+        ranks, which would divide the weight of the loss by the number of ranks. The returned
+        coefficient compensates for this.
         """
         coefficient = super().get_aux_loss_coeff(aux_loss_type)
         if aux_loss_type != "global_aux_loss":
@@ -136,7 +136,7 @@ def token_counts(chunks: Iterable[torch.nn.Module]) -> Tensor:
     since the last call to `balance_`.
 
     `balance_` and `max_violation` expect these counts summed over the ranks that hold the same
-    layers. The shape is `[0, 0]` if the chunks have no mixture-of-experts layers.
+    layers. The shape is `[0, 0]` if the chunks contain no mixture-of-experts layers.
     """
     counts = [router.tokens_per_expert for router in routers(chunks)]
     return torch.stack(counts) if counts else torch.zeros(0, 0)
@@ -189,11 +189,11 @@ class SortedDispatcher(MoETokenDispatcher):
     """Sends tokens, sorted by expert, to their experts and returns the results.
 
     With expert-tensor-parallel size `tensor`, rank r of the group holds `local` experts, starting
-    with expert `r // tensor * local`: whole experts if `tensor` is 1, otherwise the `r % tensor`-th
-    shard of each. Each row is sent to all shards of its expert, and the results of the shards are
-    summed.
+    with expert `r // tensor * local`. If `tensor` is 1, the rank holds whole experts; otherwise, it
+    holds shard `r % tensor` of each expert. Each row is sent to all shards of its expert, and the
+    results of the shards are summed.
 
-    on_host   whether the experts need the row counts in host memory
+    on_host   whether the experts read the row counts from host memory
     """
 
     def __init__(
@@ -313,8 +313,11 @@ Move = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def spread(tokens: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """Return a tensor `[tokens * copies, hidden]` whose row i is `tokens[order[i] // copies]`.
-    `order` is a permutation of the copies of all `tokens` `[tokens, hidden]`."""
+    """Copy each row of `tokens` `[tokens, hidden]` `copies` times, and permute the copies.
+
+    Row i of the result `[tokens * copies, hidden]` is `tokens[order[i] // copies]`. `order` is a
+    permutation of the row indices of the result.
+    """
     rows: Tensor = _Moved.apply(tokens, order, copies, _spread, _collect)  # type: ignore[no-untyped-call]
     return rows
 
@@ -387,8 +390,8 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
     """Multiply tokens `[tokens, cols]` by the transposed weights of their experts, returning
     `[tokens, rows]`.
 
-    Tokens `ends[i - 1]` to `ends[i]` (int32) belong to expert i with `weights[i]` `[rows, cols]`.
-    Tokens and weights are float32, bfloat16 or float16.
+    Tokens `ends[i - 1]` to `ends[i] - 1` belong to expert i, whose weight is `weights[i]` `[rows,
+    cols]`. `ends` is int32. Tokens and weights are float32, bfloat16 or float16.
     """
     product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
     return product

@@ -127,7 +127,7 @@ def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
     """Return the whole unit `[rows, cols]`, gathered from the pieces on tensor-parallel ranks.
 
     The gradient of the whole unit must be identical on all ranks of `tensor`; the backward pass
-    returns this rank's piece of it.
+    returns this rank's piece of this gradient.
     """
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
@@ -158,7 +158,7 @@ def precondition_(
     """Parametrize the weights that contain preconditioned units, and return the parametrizations.
 
     `units` are this rank's units, and `parameters` maps names to parameters. `tensor` maps each
-    domain with sharded units to the process group of the ranks that share its weights.
+    domain with sharded units to the process group of the ranks that share the domain's weights.
     """
     units_of = grouped(units, lambda unit: id(parameters[unit.parameter]))
     layers = []
@@ -179,7 +179,8 @@ def precondition_(
 
 
 def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
-    """Return `units` with the gammas of preconditioned units added after each parameter's units."""
+    """Return a list of `units` and the gammas of preconditioned units. The gammas of a parameter's
+    units follow the parameter's last unit."""
     if pc.evaluator != "in_graph" or not pc.learnable_gamma:
         return list(units)
     members = grouped(filter(pc.covers, units), lambda unit: unit.parameter)

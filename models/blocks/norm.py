@@ -1,5 +1,5 @@
-"""RMSNorm for Megatron's layer specs, with sequence parallelism and fusion with the preceding
-residual add.
+"""RMSNorm for Megatron's layer specs. It supports sequence parallelism, and fusion with the
+preceding residual add.
 
 Megatron adds a block's output to the residual stream in one pass over memory and normalises the sum
 in a second. In the backward pass, autograd adds the two gradients of the sum in a third pass. When
@@ -25,7 +25,8 @@ def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 def rms_norm_gradients(
     gradient: Tensor, x: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` `[..., d]` and `gain` `[d]`, given the gradient of `rms_norm`."""
+    """Return the gradients of `x` `[..., d]` and `gain` `[d]`, given the `gradient` of the result
+    of `rms_norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     given, heads = gradient.to(wide), x.to(wide)
     scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + epsilon)
@@ -46,10 +47,10 @@ def zero_centered_rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm over the last dimension of `[..., hidden_size]`.
 
-    Multiplies by `1 + gain` if the config has zero-centered gains. Megatron's torch norm supports
-    neither zero-centered gains nor sequence parallelism. Sequence parallelism requires a flag on
-    the gain, because finalize_model_grads must all-reduce the gain's gradient over the parts of the
-    sequence.
+    Multiplies by `1 + gain` if the config enables zero-centered gains. Megatron's torch norm
+    supports neither zero-centered gains nor sequence parallelism. Sequence parallelism requires a
+    flag on the gain, because finalize_model_grads must all-reduce the gain's gradient over the
+    parts of the sequence.
     """
 
     def __init__(
@@ -64,8 +65,11 @@ class RMSNorm(torch.nn.RMSNorm):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Return the normalised `x`. If `stream` is given, return `x + stream` instead; the next
-        call, with this sum as input, then returns the cached normalised sum."""
+        """Return the normalised `x`.
+
+        If `stream` is given, return `x + stream` instead, and cache the normalised sum. If the next
+        call's `x` is this sum, the next call returns the cached value.
+        """
         assert self.eps is not None
         if stream is not None:
             assert self.sum is not None
@@ -142,8 +146,8 @@ class _NormedSum(torch.autograd.Function):
 
 
 def left_to(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
-    """Return a bias-dropout-add function for Megatron that leaves the residual add to `norm`, the
-    next norm."""
+    """Return a bias-dropout-add function for Megatron. The function leaves the residual add to
+    `norm`, the next norm."""
 
     def add(output: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:
         x, bias = output

@@ -109,7 +109,8 @@ def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Te
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return `heads * cos + swapped * sin`, where `swapped` is `heads` `[..., d]` with its halves
-    swapped, and the first half of `sin` is negated. Pass `-sin` for the inverse rotation."""
+    swapped. The caller must have negated the first half of `sin`. Pass `-sin` for the inverse
+    rotation."""
     halves = heads.reshape(*heads.shape[:-1], 2, -1)
     return heads * cos + halves.flip(-2).reshape(heads.shape) * sin
 

@@ -21,7 +21,7 @@ from models.blocks.rotary import rotate_halves, rotated
 def turned_heads(
     query: Tensor, key: Tensor, turns: Tensor, epsilon: float, *gains: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normalise queries and keys, if they have gains, and apply rotary positions to both.
+    """Normalise queries and keys with `gains`, if any, and apply rotary positions to both.
 
     `query` `[s, b, groups, heads per group, d]` becomes `[s, b, heads, d]`. `key` `[s, b, groups,
     1, d]` becomes `[s, b, groups, d]`. `turns` is `[s, 1 or b, 1, 1, 2 d]`.
@@ -121,7 +121,7 @@ class RotatedSelfAttention(SelfAttention):
 
     @property
     def splits_heads(self) -> bool:
-        """Whether `heads` can be used, i.e. ranks hold whole groups and no gain is
+        """Whether `heads` can be used. Ranks must hold whole groups, and gains must not be
         zero-centered."""
         norms = self.q_layernorm, self.k_layernorm
         plain = not self.config.layernorm_zero_centered_gamma

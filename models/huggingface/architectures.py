@@ -70,7 +70,8 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each key of `expected` (see `rope_parameters`) that differs in `rope`."""
+    """Compare `rope` with `expected` (see `rope_parameters`). Yield a message for each key whose
+    values differ."""
     problem = rope_problem(rope)
     if problem is not None:
         yield problem
@@ -103,7 +104,7 @@ PRE_NORMS: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_atten
 def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     """Yield (rule, value) for each expert setting that DeepSeek's and GLM's classes do not support.
 
-    Both classes rank expert groups by their two best experts.
+    Both classes rank expert groups by the sum of the two highest scores in each group.
     """
     if moe.score != "sigmoid":
         yield "score must be sigmoid", moe.score

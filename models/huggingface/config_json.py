@@ -22,14 +22,15 @@ CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 
 
 class InexpressibleError(ValueError):
-    """Raised, with the reasons, for a model that no transformers class can represent."""
+    """Raised if no transformers class can represent a model. The message lists the reasons."""
 
 
 def architecture(model: ModelConfig) -> Architecture:
     """Return the transformers class that can represent `model`.
 
-    Raises InexpressibleError if the family has no class, or if no class supports every setting of
-    `model`; the message then lists the settings not supported by the closest class.
+    Raises InexpressibleError if there is no class for the family, or if no class supports every
+    setting of `model`. In the second case, the message lists the settings not supported by the
+    closest class.
     """
     family = FAMILIES.get(model.family)
     if family is None:
@@ -48,7 +49,7 @@ def architecture(model: ModelConfig) -> Architecture:
 def model_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the config.json settings that affect the model's computation.
 
-    Raises InexpressibleError if `architecture` does.
+    Raises InexpressibleError if no transformers class can represent `model`.
     """
     chosen = architecture(model)
     bias = chosen.attention_bias[model.attention_bias]
@@ -126,8 +127,8 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the contents of config.json.
 
-    `dtype` is torch's name for the dtype of the weights, `positions` the training sequence length,
-    and `end_token` the id of the end-of-document token.
+    `dtype` is torch's name for the dtype of the weights, `positions` is the training sequence
+    length, and `end_token` is the id of the end-of-document token.
     """
     scaling, rope = model.rope_scaling, rope_parameters(model)
     return {
@@ -148,8 +149,8 @@ def config_json(
 
 
 def max_positions(model: ModelConfig, length: int) -> int:
-    """Return the exported `max_position_embeddings`: the training sequence length or the context
-    length that RoPE scaling extends to, whichever is larger."""
+    """Return the exported `max_position_embeddings`. This is the larger of the training sequence
+    length and the context length after RoPE scaling."""
     scaling = model.rope_scaling
     if scaling is None:
         return length
@@ -158,8 +159,8 @@ def max_positions(model: ModelConfig, length: int) -> int:
 
 
 def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return a message for each key of `expected` (see `model_settings`) that differs in
-    `settings`.
+    """Compare `settings` with `expected` (see `model_settings`). Return a message for each key
+    whose values differ.
 
     `settings` is a config.json with transformers' defaults filled in.
     """

@@ -25,8 +25,8 @@ class TheirTensor:
 
     name       name in transformers, e.g. `model.layers.0.self_attn.q_proj.weight`
     parameter  declared name of the parameter or buffer, e.g. `layers.0.attention.qkv`
-    view_shape shape that the whole parameter is viewed as before indexing
-    index      index of the part in that view
+    view_shape shape of a view of the whole parameter
+    index      index of the part in this view
     shape      shape in transformers
     """
 
@@ -60,12 +60,12 @@ def their_tensors(model: ModelConfig) -> list[TheirTensor]:
     """Return every tensor of the Hugging Face model for `model`, in forward order.
 
     Tensors that share one of this project's parameters are consecutive. Raises InexpressibleError
-    if `architecture` does.
+    if no transformers class can represent `model`.
     """
     norms = architecture(model).norms
 
     def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
-        """Yield norm `ours` of a layer, or nothing if the class lacks this norm."""
+        """Yield the gain of norm `ours` in layer `layer`, if the class uses this norm."""
         if ours in norms:
             hf_name = f"model.layers.{layer}.{norms[ours]}.weight"
             yield _gain(f"layers.{layer}.{ours}", hf_name, model.hidden)

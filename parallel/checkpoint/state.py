@@ -106,8 +106,8 @@ def load_state(
 
     Raises:
         StateError: on every rank. If tensors are missing or unexpected, or if shapes or dtypes do
-        not match, nothing has been modified. If tensors cannot be read, or if counters that must be
-        equal differ, the state may have been partially loaded.
+        not match, the error is raised before any state is modified. If tensors cannot be read, or
+        if counters that must be equal differ, part of the state may already have been loaded.
     """
     model.wait_for_weights()
     problems: list[str] = []

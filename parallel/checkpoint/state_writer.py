@@ -5,11 +5,11 @@ copy. Training may then modify the state. When all writers are done, all ranks c
 `PendingSave.gather`; then rank 0 calls `finish`. Only one save runs at a time, so all saves share
 one set of buffers in host memory.
 
-torch's process-based `async_save` (torch 2.13) is not used. If one of its processes is killed, it
-is not restarted and its process group remains broken, so all later saves of the run fail. For two
-gloo ranks with 50 MB each, `async_save` returned after 0.04 s, completed the save after 4 s, and
-needed an extra 150 MB per process for separate interpreters. For the same state, `start_save`
-returns after 0.07 s, and the save is complete after 0.4 s.
+torch's process-based `async_save` (torch 2.13) is not used. If a process of `async_save` is killed,
+torch does not restart the process, and the process group of `async_save` remains broken. All later
+saves of the run then fail. For two gloo ranks with 50 MB each, `async_save` returned after 0.04 s,
+completed the save after 4 s, and needed an extra 150 MB per process for separate interpreters. For
+the same state, `start_save` returns after 0.07 s, and the save is complete after 0.4 s.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class StatePlanner(DefaultSavePlanner):
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
-        """Copy the tensors that this rank saves to host memory, and return the rank's save plan.
+        """Copy this rank's part of the state to host memory, and return the rank's save plan.
 
         Collective: all ranks must call this method. `state` must contain the same tensors in every
         call.
@@ -121,7 +121,7 @@ class WriterError(RuntimeError):
 
 
 class NotFiniteStateError(WriterError):
-    """Raised when the state contains NaN or infinity, so that no run could resume from it."""
+    """Raised when the state contains NaN or infinity. No run could resume from such a state."""
 
 
 @dataclass(frozen=True)
@@ -269,10 +269,10 @@ def _write_all(
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Return the message of the OSError that caused `error`, or the last line of `error` if no
-    OSError did.
+    """Return the message of the OSError that caused `error`. If there is no such OSError, return
+    the last line of `error`.
 
-    torch's own message only says that a file is too short.
+    torch's own message only states that a file is too short.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -328,10 +328,10 @@ def start_save(
 ) -> PendingSave:
     """Start saving model and optimizer state to `folder`, which must be empty.
 
-    Collective: all ranks must call this function. When it returns, this rank's part has been
-    copied. `extra` holds additional non-tensor values to save, which must be the same on every
-    rank. `planner` is shared by all saves of a model. Raises OSError on rank 0 if the folder is not
-    writable.
+    Collective: all ranks must call this function. When the function returns, this rank's part of
+    the state has been copied to host memory. `extra` holds additional non-tensor values to save,
+    which must be the same on every rank. `planner` is shared by all saves of a model. Raises
+    OSError on rank 0 if the folder is not writable.
     """
     model.wait_for_weights()
     plan = planner.stage(sharded_state(model, optimizer))

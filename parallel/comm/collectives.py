@@ -1,7 +1,8 @@
-"""Collectives for training that count the bytes sent and name the failed collective in errors.
+"""Collectives for training. They count the bytes sent, and their errors name the failed collective.
 
 During training, `Agreement` reduces host values, such as stop requests and the status of checkpoint
-writers, across ranks. It uses a CPU process group, so it never synchronizes with the device.
+writers, across ranks. `Agreement` uses a CPU process group, so it never synchronizes with the
+device.
 """
 
 import contextlib
@@ -203,7 +204,7 @@ SHOWN = 8
 
 
 class Agreement:
-    """Elementwise maxima of integers across ranks.
+    """Computes elementwise maxima of integers across ranks.
 
     All ranks must call the methods in the same order.
     """
@@ -225,7 +226,8 @@ class Agreement:
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
-        """Return the maxima of `figures` across ranks. Blocks until all ranks have called it.
+        """Return the maxima of `figures` across ranks. Blocks until all ranks have called this
+        method.
 
         The result of a pending reduction is discarded.
         """

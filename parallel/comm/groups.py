@@ -44,8 +44,9 @@ class Domain:
                sharded
     stage      tensor x replicas; a rank's index is its tensor rank + tensor size x replica rank
     divisor    divisor that turns a summed gradient into the mean over the global batch
-    ends       the two ranks, on the first and last pipeline stage, with copies of this rank's piece
-               of a tied embedding; None on other stages, or if there is only one stage
+    ends       for a tied embedding: the two ranks that hold copies of this rank's piece, one on the
+               first and one on the last pipeline stage; None on other stages, or if there is only
+               one stage
     """
 
     name: str
@@ -68,7 +69,7 @@ class Groups:
     expert     ranks that the experts of a layer are distributed across
     dense      domain of all parameters except routed experts; its replicas are data x context
     experts    domain of routed experts, whose tensor ranks are the expert-tensor-parallel ranks
-    host       gloo group of all ranks, whatever the device, for values in host memory
+    host       gloo group of all ranks for values in host memory, also used if tensors are on GPUs
     store      rendezvous store, which remains usable after a failed collective
     device     device of this rank's tensors
     """

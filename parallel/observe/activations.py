@@ -224,7 +224,7 @@ def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
-    """Return the input to the weight of `module`, given the module input `seen`.
+    """Return the input of the matmul in `module`, given the module's input `seen`.
 
     Transformer Engine's linear layers include the preceding norm.
     """

@@ -110,7 +110,7 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
     """Return the current gradient shards or, with `copy`, copies of them.
 
-    Before the optimizer step, a PC layer's gradient is with respect to PC(W).
+    Before the optimizer step, the gradient of a PC layer is the gradient with respect to PC(W).
     """
     return [
         [shard.clone() if copy else shard for shard in domain.buffers.gradient_shards()]

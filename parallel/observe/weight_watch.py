@@ -1,5 +1,5 @@
-"""Detects weights that change between steps, e.g. through bit flips in memory or in transit, and
-copies of weights that differ across ranks."""
+"""Detects weights that change between steps, e.g. through bit flips in memory or in transit. Also
+detects replicated weights that differ across ranks."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +25,9 @@ SHOWN = 8
 def bit_hash(value: Tensor) -> Tensor:
     """Hash the bits of a tensor to a 0-d int64 tensor.
 
-    The hash is the sum, modulo 2^64, of each element's bits times an odd number derived from the
-    element's position. Tensors that differ in exactly one element never have the same hash.
+    Each element's bits are multiplied by an odd number that is derived from the element's position.
+    The hash is the sum of these products modulo 2^64. Tensors that differ in exactly one element
+    never have the same hash.
     """
     bits = value.detach().contiguous().view(-1).view(INTEGERS[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=value.device)

@@ -79,7 +79,7 @@ class DistributedOptimizer:
         """Add the Gram penalty's gradient to the loss gradient if `enabled`.
 
         Call this once per step, after the backward pass and before `clip`. If `measured`, returns
-        the penalty metrics, which requires a collective and a host sync.
+        the penalty metrics, at the cost of a collective and a host sync.
         """
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
@@ -157,10 +157,10 @@ class DistributedOptimizer:
         """Return each PC layer unit's largest normalised singular value and its gamma, both
         `[units]`.
 
-        The result covers the PC layers that this rank owns or evaluates in its graph. Correct
-        singular values are in [0, 1.1]. Tracked singular vectors that do not belong to the largest
-        singular value are replaced. Only call this on logging steps, because it costs about fifty
-        passes over the weights.
+        The result covers the materialized PC layers that this rank owns, and its in-graph PC
+        layers. Correct singular values are in [0, 1.1]. Tracked singular vectors that do not belong
+        to the largest singular value are replaced. Only call this on logging steps, because it
+        costs about fifty passes over the weights.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
@@ -197,8 +197,9 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def rescalings(self) -> dict[str, tuple[str, float]]:
-        """Return (rule name, radius / norm of the current weight) for each matrix that is rescaled
-        to a radius by its rule and is not a PC layer, keyed by the matrix's name. Collective."""
+        """Return a dict that maps matrix names to (rule name, factor). The dict covers all matrices
+        whose rule rescales the matrix to a radius, except PC layers. The factor is this radius
+        divided by the norm of the current weight. Collective."""
         self.model.wait_for_weights()
         found = {
             unit.name: (rule, factor)
@@ -226,7 +227,8 @@ def build_optimizer(
     tensor_mode: TensorMode = "owner",
     **options: Any,
 ) -> DistributedOptimizer:
-    """Build the optimizer for `model`, with one owner for every matrix in a pipeline stage.
+    """Build the optimizer for `model`, and choose an owner rank for each matrix in a pipeline
+    stage.
 
     Args:
         model: this rank's part of the model.
@@ -326,7 +328,8 @@ class CapturedUpdate(Update):
         return GradientNorm(norm.total.clone(), norm.coefficient.clone(), norm.active.clone())
 
     def release(self) -> None:
-        """Free the CUDA graph. Call this before destroying the process groups it uses."""
+        """Free the CUDA graph. Call this before destroying the process groups that the graph
+        uses."""
         self._captured.release()
 
     def _run(self) -> None:

@@ -1,4 +1,5 @@
-"""The distributed optimizer for one domain, with evenly sharded state and owned matrices.
+"""The distributed optimizer for one domain. State is sharded evenly, and matrices are assigned to
+owners.
 
 A step processes the step groups in forward order. For each group, `step_regions` first applies
 elementwise rules to this rank's shards and replaces matrix gradients with momentum. Then
@@ -40,11 +41,11 @@ from spectral.stepping import accumulate_, elements_of, step_units
 
 @dataclass(frozen=True)
 class Region:
-    """A contiguous range of this rank's shard of a bucket, with the same assignment throughout.
+    """A contiguous range of this rank's shard of a bucket, with a single assignment.
 
     start     offset in the shard
-    in_norm   whether this rank counts the region in the gradient norm, where each element must be
-              counted once
+    in_norm   whether this rank counts the region in the gradient norm; exactly one rank counts each
+              element
     state     the rule's elementwise state, tensors `[1, length]`
     report    metrics from an elementwise rule's last step, tensors `[1]`
     """
@@ -58,7 +59,7 @@ class Region:
     report: Report = field(default_factory=dict)
 
     def of(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return a view `[1, length]` of the region. `shards` has one tensor per bucket."""
+        """Return a view `[1, length]` of the region. `shards` contains one tensor per bucket."""
         return shards[self.bucket].narrow(0, self.start, self.length)[None]
 
 
@@ -69,9 +70,9 @@ class StepGroup:
     matrix_regions        regions by whole-matrix rule
     elementwise_regions   the other regions, by rule, learning rate and weight decay
     stacks_by_rule        stacks owned by this rank
-    kept                  weights `[elements]`, by name, of the owned units that this rank's shard
-                          does not fully contain; they remain equal to the other ranks' master
-                          weights, because all ranks add the same updates
+    kept                  weights `[elements]`, by unit name, of owned units that are not fully
+                          contained in this rank's shard; these weights remain equal to the master
+                          weights on other ranks, because all ranks add the same updates
     """
 
     buckets: tuple[int, ...]
@@ -151,7 +152,7 @@ class DomainOptimizer:
 
     def rescalings(self) -> Iterator[tuple[Unit, str, float]]:
         """Yield (unit, rule name, factor) for each owned matrix that is rescaled to a radius by its
-        rule and is not a PC layer. `factor` is radius / norm. Collective over the stage."""
+        rule. PC layers are omitted. `factor` is radius / norm. Collective over the stage."""
         for group in self.step_groups:
             weights = gathered_weights(group.stacks, group.exchange, self.buffers)
             for stack in group.stacks:
@@ -292,9 +293,10 @@ class DomainOptimizer:
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
-    """Overwrite new weights with the updates to send, and add the updates to the owners' copies.
+    """Overwrite each new weight with its update, and add the update to the owner's copy of the
+    weight.
 
-    `pairs` has the new weight and the owner's copy of the old weight for each unit. Rules update
+    `pairs` contains (new weight, owner's copy of the old weight) for each unit. Rules update
     weights in place, so an update is the new weight minus the old one. If `wire` is given, updates
     are rounded to this dtype before they are added and sent.
     """

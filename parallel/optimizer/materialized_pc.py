@@ -162,7 +162,7 @@ class _SteppedWeights(Units):
         self.owned, self.gradients, self.step = owned, gradients, step
 
     def take(self, part: slice) -> Stack:
-        """Return views of W and of the state, and the momentum."""
+        """Return the momentum, W and state of a part of the stack. W and state are views."""
         owned, gradient = self.owned, self.owned.stacked(part, self.gradients)
         state = {name: value[part] for name, value in owned.state.items()}
         accumulate_(owned.rule, [gradient], [state], self.step.active)
@@ -226,7 +226,8 @@ class MaterializedUnits:
         return gradients
 
     def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
-        """Yield each stack with its gradients of W, which the caller may scale in place."""
+        """Yield each stack with the gradients of W for its units. The caller may scale the
+        gradients in place."""
         gradients = self._taken()
         for stack in self.stacks:
             yield stack, [gradients[unit.name] for unit in stack.units]

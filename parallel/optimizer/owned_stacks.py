@@ -1,4 +1,4 @@
-"""Stacks of units with the same shape and rates, with their state and memory on the owner.
+"""Stacks of owned units that share a shape and rates, and the state and memory of these stacks.
 
 Independent stacks can be updated on parallel GPU streams.
 """
@@ -57,10 +57,11 @@ class Streams:
         ]
 
     def spread(self, items: Sequence[Item], elements: Callable[[Item], int]) -> Iterator[Item]:
-        """Yield each item while the stream assigned to it is the current stream.
+        """Assign the items to streams, and yield them one by one.
 
-        `elements` returns the number of matrix elements in an item. At the end, the original stream
-        waits for all items.
+        The stream of an item is the current stream until the next item is requested. `elements`
+        returns the number of matrix elements in an item. At the end, the original stream waits for
+        all items.
         """
         if not self.streams or len(items) < 2:
             yield from items
@@ -104,7 +105,8 @@ class StackMemory:
             self.pieces |= zip(names, block, strict=True)
 
     def assembled(self, transfers: Sequence[UnitTransfer], part: slice = ALL) -> Tensor:
-        """Return the matrices `[units, rows, cols]` of a stack, as a view if all are `in_order`."""
+        """Return the matrices `[units, rows, cols]` of a stack. The result is a view if all
+        `transfers` are `in_order`."""
         if all(transfer.in_order for transfer in transfers):
             first = transfers[0].unit
             return self._blocks[first.name].view(len(transfers), *first.shape)[part]
@@ -160,7 +162,7 @@ class OwnedStack:
 def owned_stacks(
     transfers: Sequence[UnitTransfer], assign: Callable[[Unit], Assignment]
 ) -> list[OwnedStack]:
-    """Group the transfers into stacks, whose state is still empty.
+    """Group the transfers into stacks with empty state.
 
     All units of a stack share a shape, a rule, rates, and the map to effective weights.
     """

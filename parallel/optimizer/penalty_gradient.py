@@ -1,9 +1,9 @@
 """The gradient of the Gram penalty, added to the loss gradient once per step.
 
-The penalty's gradient only depends on the weight. The unit's owner computes it from the parameter
-(for PC layers, the effective weight), which every data-parallel rank stores. Like an update, the
-gradient is sent to the ranks whose shards hold the unit's gradient. The gradient norm, clipping and
-the step then use the sum of both gradients.
+The penalty's gradient only depends on the weight. The unit's owner computes this gradient from the
+parameter, of which every data-parallel rank stores a copy. For PC layers, the parameter is the
+effective weight. Like an update, the gradient is sent to the ranks whose shards hold the unit's
+gradient. The gradient norm, clipping and the step then use the sum of both gradients.
 """
 
 from collections.abc import Mapping, Sequence

@@ -61,8 +61,8 @@ class Assignment:
         rule: the rule with its hyper-parameters.
         lr: peak learning rate of the unit.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        pc: for PC layers, whose parameter is PC(W) and whose owner updates W, the map from W to
-            PC(W); None for other units.
+        pc: the map from W to PC(W), for a PC layer; None for other units. The parameter of a PC
+            layer is PC(W), and the layer's owner updates W.
         penalty: Gram penalty of the weight, added to the loss; None for no penalty.
     """
 
@@ -106,7 +106,8 @@ class Route:
 
     Attributes:
         lr: the unit's peak learning rate, including factors for its role and layer.
-        radius, scale: the rule's radius and scale for the unit's shape; None if it has none.
+        radius, scale: the rule's radius and scale for the unit's shape; None if the rule does not
+            use the value.
         pc: polynomial of a PC layer; None for other units.
         penalty: coefficient of the Gram penalty; None for no penalty.
     """
@@ -164,8 +165,8 @@ def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
 def unit_work(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, assign: Assign
 ) -> list[Work]:
-    """Return the cost of each owned unit in a stage and the ranks that hold it, sorted by unit
-    name.
+    """For each owned unit in a stage, return its cost and the ranks that hold the unit. The result
+    is sorted by unit name.
 
     Args:
         units: each tensor-parallel rank's list of units, in rank order.

@@ -1,4 +1,4 @@
-"""The memory of a rank by kind, and its activation memory and activation traffic.
+"""The kinds of memory on a rank, and formulas for activation memory and activation traffic.
 
 Activation sizes are estimates.
 """
@@ -38,7 +38,7 @@ class Memory:
         """Peak memory in bytes.
 
         Activations are freed before the optimizer step allocates its buffers. The Gram penalty's
-        buffers are not included, but a rehearsal shows them.
+        buffers are not included. A rehearsal includes these buffers.
         """
         permanent = self.weights + self.gradients + self.master + self.state
         return permanent + max(self.activations, self.buffers)
@@ -48,12 +48,13 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
     """Return the bytes of activation memory on a rank with the given chunks.
 
     This is the sum of the activations saved for `in_flight` micro-batches and the temporary memory
-    of one micro-batch. Temporary memory is the maximum of two amounts: the head's memory, needed
-    until the loss is computed, and a layer's gradients and recomputed activations in its backward
-    pass. The head saves its norm's input and output, float32 logits, and logits in the model's
-    dtype. With `loss_chunk`, the head needs float32 logits and their softmax for one chunk at a
-    time. With selective recomputation, feed-forward blocks only save tensors of routed experts.
-    With full recomputation, a layer only saves its input.
+    of one micro-batch. Temporary memory is the maximum of two amounts. The first is the head's
+    memory, which is needed until the loss is computed. The second is a layer's gradients and
+    recomputed activations in its backward pass. The head saves the input and output of its norm,
+    float32 logits, and logits in the model's dtype. With `loss_chunk`, the head needs float32
+    logits and their softmax for one chunk at a time. With selective recomputation, a feed-forward
+    block saves only the tensors of routed experts. With full recomputation, a layer only saves its
+    input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens
     itemsize, stream = inputs.dtype.itemsize, shape.stream

@@ -136,8 +136,7 @@ def device_called(name: str) -> Device | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a device's peak dense bf16 FLOP/s, or None if `device_called` does not know the
-    device."""
+    """Return a device's peak dense bf16 FLOP/s, or None for unknown devices and GPU partitions."""
     device = device_called(device_name)
     return None if device is None else device.peak["bf16"]
 
@@ -170,7 +169,8 @@ columns sequentially with many small kernels."""
 
 @dataclass(frozen=True)
 class Links:
-    """Links within a group of `size` ranks, whose global ranks are `stride` apart."""
+    """Links within a group of `size` ranks. Consecutive global ranks of the group differ by
+    `stride`."""
 
     size: int
     stride: int
@@ -178,7 +178,7 @@ class Links:
 
     @property
     def per_node(self) -> int:
-        """Number of ranks of the group that share a node, at least 1."""
+        """Number of the group's ranks on each node, at least 1."""
         return max(1, min(self.size, self.device.node_size // self.stride))
 
     @property
@@ -195,7 +195,8 @@ class Links:
 
     @property
     def ends_across(self) -> float:
-        """Fraction of the bytes sent between the group's first and last rank that leaves a node."""
+        """Fraction of the bytes that leave a node if the group's first rank sends to the last
+        rank."""
         return float(self.per_node < self.size)
 
     def seconds(self, size: float, across: float, calls: float = 1.0) -> float:
@@ -239,7 +240,7 @@ class Work:
     operands   operand type, a key of `Device.peak`
     share      fraction of the peak achieved by the operation; None: `Device.efficiency`
     kernels    number of kernel launches
-    waiting    minimum time of sequential steps in seconds
+    waiting    minimum time in seconds, if the operation consists of sequential steps
     """
 
     size: float

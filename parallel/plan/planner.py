@@ -274,7 +274,7 @@ class DomainPlan:
     """A stage's dense units or experts, their buckets, and the work of their owners.
 
     units   each tensor-parallel rank's list of units in the domain, in rank order
-    works   work of the owned units, sorted by name
+    works   optimizer work for each owned unit, sorted by unit name
 
     Arrays have one entry per rank in the stage.
     """

@@ -54,7 +54,8 @@ class LayerWeight:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's weights, with only one of its routed experts, and the sizes of its vectors.
+    """The weights of a layer, including a single routed expert, and the sizes of its gains and
+    biases.
 
     Gains are replicated. Biases are sharded across tensor-parallel ranks.
     """
@@ -163,8 +164,8 @@ class PlanInputs(Layout):
         experts.
 
         `units` holds each tensor-parallel rank's list of units. A domain is replicated or sharded
-        across `inputs.data * inputs.tensor` ranks. The stage consists of `repeats` such sets of
-        ranks. Rank r of the stage is in set `r // tensor % repeats`.
+        across a set of `inputs.data * inputs.tensor` ranks. The stage consists of `repeats` such
+        sets. Rank r of the stage is in set `r // tensor % repeats`.
         """
         dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
         if dense[0]:
@@ -189,7 +190,8 @@ class StepShape:
     sequence_length  tokens per sequence, before the context-parallel split
     microbatches     micro-batches per rank and step
     operands         operand type of large matmuls, a key of `Device.peak`
-    attended         mean attended length if attention is confined to documents; otherwise None
+    attended         length of equally long documents in which a token attends to as many keys on
+                     average as in the data; None if attention crosses document boundaries
     """
 
     model: ModelConfig
@@ -213,7 +215,8 @@ class StepShape:
 
     @property
     def stream(self) -> int:
-        """Number of residual-stream elements that one rank holds per token in `tokens`."""
+        """Number of residual-stream elements on one rank, divided by `tokens`, the number of
+        tokens."""
         return self.model.hidden // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property

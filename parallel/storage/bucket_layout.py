@@ -121,7 +121,7 @@ class BucketLayout:
         """Split `spans(unit)` at shard boundaries. Return (data-parallel rank, span) pairs in rank
         order.
 
-        `start` is still relative to the start of the bucket.
+        The `start` of a span is relative to the bucket, not to the shard.
         """
         cuts = []
         for span in self.spans(unit):
@@ -138,16 +138,17 @@ class BucketLayout:
         return tuple(span for other, span in self.cuts(unit) if other == rank)
 
     def holders(self, unit: Unit) -> dict[int, int]:
-        """Return a dict from data-parallel ranks, in order, to the number of elements of the unit's
-        local piece in the rank's shard. Ranks without such elements are omitted."""
+        """Return the number of elements of the unit's local piece in each data-parallel rank's
+        shard. The result maps ranks, in order, to numbers of elements. Ranks without elements are
+        omitted."""
         counts: dict[int, int] = {}
         for rank, span in self.cuts(unit):
             counts[rank] = counts.get(rank, 0) + span.length
         return counts
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
-        """Return the number of elements in each data-parallel rank's shard. Each element of a unit
-        counts `weight` times, for each (unit, weight) in `weighted`."""
+        """Return the weighted number of elements in each data-parallel rank's shard. For each
+        (unit, weight) in `weighted`, every element of the unit is counted `weight` times."""
         # Accumulate differences between adjacent ranks, so that the cost per unit is independent of
         # the number of ranks.
         steps = [0] * (self.ranks + 1)
@@ -171,7 +172,7 @@ class BucketLayout:
         order.
 
         Groups consist of consecutive buckets, and their bucket counts differ by at most one. If
-        `count` is None, `default_step_groups` chooses it.
+        `count` is None, the number of groups is chosen by `default_step_groups`.
         """
         chosen = default_step_groups(self.numel // self.ranks) if count is None else count
         buckets = len(self.buckets)
@@ -222,9 +223,9 @@ class BucketPlanner:
 
     Attributes:
         ranks: data-parallel size.
-        alignment: shard sizes are multiples of this number of elements. The alignment is halved
-            repeatedly, but not below 8, for buckets that would otherwise need more than half a
-            percent of padding.
+        alignment: shard sizes are multiples of this number of elements. If a bucket would need more
+            than half a percent of padding, the alignment is halved until it needs less, but not
+            below 8.
         parameter_bytes: bytes per all-gathered element.
         preconditioned: returns whether a unit is a PC layer whose owner stores W; only used for
             parameters narrower than float32, because wider ones need no master weights.
@@ -273,11 +274,11 @@ class BucketPlanner:
 
 def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
     """Assign parameters to buckets, and return the names in each bucket, in backward order. `sizes`
-    gives each parameter's number of elements, in forward order.
+    maps parameter names to numbers of elements, in forward order.
 
-    A bucket holds at most two layers, or a single larger run of parameters outside layers. Its size
-    is about that of the largest layer or 40M elements, whichever is larger, but at most twice the
-    size of the largest layer.
+    A bucket holds at most two layers. The limit on its size is the size of the largest layer or 40M
+    elements, whichever is larger, but at most twice the size of the largest layer. Consecutive
+    parameters outside layers share a bucket, even if they exceed this limit.
     """
     layer_sizes = Counter[str]()
     for name, size in sizes.items():
@@ -300,15 +301,15 @@ def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
-    """Split each bucket into a bucket of names not in `some` and one of names in `some`; drop empty
-    buckets."""
+    """Split each bucket in two: the names that are not in `some`, and the names in `some`. Drop
+    empty buckets."""
     split = (([n for n in b if n not in some], [n for n in b if n in some]) for b in buckets)
     return [names for both in split for names in both if names]
 
 
 def layer_of(parameter: str) -> str | None:
-    """Return a name's layer prefix, e.g. `layers.3` for `layers.3.mlp.down`, or None if it has
-    none."""
+    """Return the layer prefix of a parameter's name, e.g. `layers.3` for `layers.3.mlp.down`.
+    Return None for parameters outside layers."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 
@@ -316,8 +317,8 @@ def layer_of(parameter: str) -> str | None:
 def default_step_groups(shard_numel: int) -> int:
     """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
-    This is the smallest number of groups with at most `STEP_ELEMENTS` elements each, or four if
-    that number is larger. With more groups, there are more and smaller stacks of matrices, and
-    every stack repeats all of its rule's kernel launches.
+    This is the smallest number of groups with at most `STEP_ELEMENTS` elements each, but at most
+    four. With more groups, there are more and smaller stacks of matrices, and every stack repeats
+    all of its rule's kernel launches.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
