@@ -69,9 +69,10 @@ def attention_units(
 ) -> list[Unit]:
     """Return one rank's units for grouped-query attention in layer `layer`.
 
-    Megatron's fused QKV weight has one block per KV head, which holds the group's query heads, key
-    head and value head. `model.qk_norm` adds two gains `[head_size]`, one shared by all query heads
-    and one shared by all key heads. Raises ValueError if `split.qkv_units` is not in QKVUnits.
+    Megatron's fused QKV weight consists of one block per KV head. Each block contains the group's
+    query heads, key head and value head. `model.qk_norm` adds two gains `[head_size]`, one shared
+    by all query heads and one shared by all key heads. Raises ValueError if `split.qkv_units` is
+    not in QKVUnits.
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}
@@ -209,7 +210,7 @@ def decoder_units(
     """Return one rank's units for a chunk, in forward order.
 
     `post_norms` adds a norm after attention and another after the feed-forward block. Gains are
-    initialised to `gain_start`. A tied embedding is a single unit; in a chunk that has the head but
+    initialised to `gain_start`. A tied embedding is a single unit. If a chunk contains the head but
     not the embedding, the head parameter holds a copy of the embedding.
     """
 

@@ -89,8 +89,8 @@ def transformer_config(
     recompute: Recompute = "none",
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's config for `model`, with weight initialisation and the fused operations of
-    Apex and Transformer Engine disabled."""
+    """Return Megatron's config for `model`. Weight initialisation and the fused operations of Apex
+    and Transformer Engine are disabled."""
     scalar, virtual = model.query_pre_attn_scalar, layout.virtual_pipeline
     return TransformerConfig(
         num_layers=model.layers,

@@ -45,9 +45,10 @@ def initialize_(
 
     `given(unit)` returns the value `[*shape]` of a whole unit. Without `given`, matrices are drawn
     from N(0, std^2), and other units are set to their `start`. With `init.spectral`, every matrix
-    except the embedding and the head is then rescaled to the spectral norm of its sphere
-    ("Controlled LLM Training on Spectral Sphere", section 4). Sharded units are drawn and rescaled
-    as whole units, so the model does not depend on the tensor-parallel size.
+    except the embedding and the head is then rescaled to the spectral norm that `init.radius` and
+    `init.radius_scaler` define ("Controlled LLM Training on Spectral Sphere", section 4). Sharded
+    units are drawn and rescaled as whole units, so the model does not depend on the tensor-parallel
+    size.
 
     `tensor` is a pair: this rank's index among the ranks that share a unit, and the number of such
     ranks. `together(units, compute)` returns `compute(units)`, float64 `[units]`, and may split the

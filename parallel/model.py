@@ -96,8 +96,8 @@ class ParallelModel:
         """Return the largest normalised singular values and the gammas of in-graph PC layers.
 
         Both lists contain one tensor `[units]` per layer (see `UnitWeight.guard_`). For each layer,
-        only one of the ranks that hold it returns tensors. Collective: all ranks of a stage must
-        call this method.
+        only one of the ranks that hold the layer returns tensors. Collective: all ranks of a stage
+        must call this method.
         """
         seen, gammas = [], []
         for effective in self.in_graph:
@@ -183,8 +183,8 @@ class ParallelModel:
 
         Args:
             batches: function that returns an iterator over batches; called once per chunk. If
-                batches have no labels, the loss function receives the logits `[b, s, v / tensor]`
-                of this rank's vocabulary shard.
+                batches contain no labels, the loss function receives the logits `[b, s, v /
+                tensor]` of this rank's vocabulary shard.
             loss: function that maps a batch to its loss function.
             microbatches: number of micro-batches on this rank.
             micro_batch: number of samples per micro-batch (b).

@@ -420,8 +420,8 @@ def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[sl
 def hidden_keys(
     rows: slice, seen: slice, offset: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return a mask `[rows, keys]` of the keys hidden from a block's queries by causality or the
-    window. Query 0 is at position `offset`."""
+    """Return a mask `[rows, keys]` of the keys that the causal mask or the window hides from a
+    block's queries. Query 0 is at position `offset`."""
     query = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     key = torch.arange(seen.start, seen.stop, device=device)
     hidden = key > query

@@ -2,7 +2,7 @@
 
 The router is Megatron's, extended to count tokens per expert. These counts are used to measure the
 experts' load balance and to update the expert bias. The global balancing loss uses the load of the
-previous step: the current load is not known in time, because the backward pass of the first
+previous step. The current load is not known in time, because the backward pass of the first
 micro-batch runs before the other micro-batches are routed. Megatron uses the load of the
 micro-batches routed so far, so its loss depends on the micro-batch size and the number of ranks.
 

@@ -1,9 +1,9 @@
 """RMSNorm for Megatron's layer specs. It supports sequence parallelism, and fusion with the
 preceding residual add.
 
-Megatron adds a block's output to the residual stream in one pass over memory and normalises the sum
-in a second. In the backward pass, autograd adds the two gradients of the sum in a third pass. When
-fused, RMSNorm also computes the sum, and caches the normalised sum for its next call.
+Megatron adds a block's output to the residual stream in one pass over memory, and normalises the
+sum in a second pass. In the backward pass, autograd adds the two gradients of the sum in a third
+pass. The fused RMSNorm also computes the sum, and caches the normalised sum for the next call.
 """
 
 from collections.abc import Callable
@@ -98,7 +98,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 def normed_sum(x: Tensor, stream: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return `x + stream` `[..., d]` in the dtype of `x`, and its normalised value."""
+    """Return `x + stream` `[..., d]` in the dtype of `x`, and the normalised sum."""
     total = x + stream.to(x.dtype)
     return total, rms_norm(total, gain, epsilon)
 

@@ -1,8 +1,8 @@
 """Self-attention built on core attention, with a fused linear layer for queries, keys and values.
 
 Autograd would write three gradients and then copy them into one tensor for the linear layer's
-backward pass. Here a single function, which can be compiled, writes all three directly to one
-tensor.
+backward pass. Here a single function writes all three gradients directly to one tensor. This
+function can be compiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def heads_gradients(
 
 class HeadFunctions(NamedTuple):
     """The functions `turned_heads` and `heads_gradients`, which may be compiled.
-    spectral/kernels/heads.py has a kernel for `heads_gradients`."""
+    spectral/kernels/heads.py provides a kernel for `heads_gradients`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]] = turned_heads
     backward: Callable[..., tuple[Tensor, ...]] = heads_gradients

@@ -160,8 +160,7 @@ class _PartPlanner(DefaultLoadPlanner):
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
     """Return this rank's parts of the state, keyed by name.
 
-    Parts are views, except for counters: these are copies, because many units share one counter in
-    memory.
+    Parts are views. Only counters are copied, because many units share one counter in memory.
     """
     parts = [
         *(t for domain in optimizer.domains for t in _weights(domain)),

@@ -52,7 +52,8 @@ class StatePlanner(DefaultSavePlanner):
 
     All saves copy to the same host memory, so a save must be complete before the next is staged.
     Planning sends every rank's tensor list to rank 0 and takes about 0.2 ms of CPU time per tensor
-    (more with many ranks). Since saves differ only in folder and values, only the first is planned.
+    (more with many ranks). Since saves differ only in folder and values, only the first save is
+    planned.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,8 @@ class StatePlanner(DefaultSavePlanner):
 
 
 class StateWriter(FileSystemWriter):
-    """torch's checkpoint writer, with an index that holds only plain values and omits the path."""
+    """torch's checkpoint writer, with an index that contains only plain values and omits the
+    folder's path."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory

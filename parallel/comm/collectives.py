@@ -68,8 +68,8 @@ def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
     """Return the hosts of all ranks that do not call this function within `PATIENCE` seconds.
 
     Such ranks have died or hang outside collectives. If the store does not respond for another `2 *
-    PATIENCE` seconds, rank 0, whose node runs the store, is considered absent. Returns {} if the
-    store no longer exists.
+    PATIENCE` seconds, rank 0 is considered absent, because its node runs the store. Returns {} if
+    the store no longer exists.
     """
     absent: dict[int, str] = {}
 

@@ -2,9 +2,9 @@
 
 Megatron-core unconditionally calls `torch.cuda` for the current device, streams and events. Its
 schedules create one tensor on the hard-coded device "cuda", and its RNG state tracker needs a CUDA
-generator. PyTorch's CPU backend has no-op counterparts for these functions. On hosts with CUDA,
-only code that fails without Transformer Engine is patched. Training calls `prepare_megatron` and
-`schedule_devices` on every host.
+generator. In PyTorch's CPU backend, the counterparts of these functions are no-ops. On hosts with
+CUDA, only code that fails without Transformer Engine is patched. Training calls `prepare_megatron`
+and `schedule_devices` on every host.
 """
 
 import contextlib

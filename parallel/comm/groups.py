@@ -134,8 +134,8 @@ def initialize(
     Collectives fail if they wait longer than `timeout_seconds` for a rank. Call `shutdown` at the
     end.
 
-    `agree` is called once all ranks are connected, before the groups of the layout are created. If
-    it raises an error, all groups are destroyed.
+    `agree` is called as soon as all ranks are connected, before the groups of the layout are
+    created. If `agree` raises an error, all groups are destroyed.
     """
     rank = os.environ.get("RANK", "0")
     device = torch.device("cpu")

@@ -170,8 +170,8 @@ class WeightWatch:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise DisagreementError on every rank if, on any rank, weights have changed or copies
-        differ.
+        """Raise DisagreementError on every rank if weights have changed or copies differ on any
+        rank.
 
         The error names ranks, hosts and weights. Collective: all ranks must call this method.
         Causes a host sync.

@@ -154,7 +154,7 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def guard_pc(self) -> tuple[Tensor, Tensor]:
-        """Return each PC layer unit's largest normalised singular value and its gamma, both
+        """Return the largest normalised singular value and the gamma of each PC layer, both
         `[units]`.
 
         The result covers the materialized PC layers that this rank owns, and its in-graph PC

@@ -2,8 +2,9 @@
 
 Times come from a roofline model with the constants below, not from measurements. The model is
 shared by plans, which derive a step's work from the config, and rehearsals, which count the
-program's launches. The time of a launch is the maximum of its bytes divided by the device's copy
-rate, its FLOPs divided by the achievable FLOP/s for such an operation, and the minimum launch time.
+program's launches. The time of a launch is the maximum of three times: its bytes divided by the
+device's copy rate, its FLOPs divided by the achievable FLOP/s for such an operation, and the
+minimum launch time.
 """
 
 import re

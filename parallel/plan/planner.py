@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits in device memory, including the reserve."""
+        """Whether the memory of every rank, including the reserve, fits in device memory."""
         return self.memory.total <= self.device.room
 
     @property
