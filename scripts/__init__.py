@@ -1,5 +1,5 @@
 """Command-line tools. Scripts may import any package, but no package may import a script.
 
-Every .py file here is a command, except command.py, which holds shared code. Subfolders hold the
+Every .py file here is a command, except command.py, which contains shared code. Subfolders hold the
 modules that implement the commands.
 """

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the average. Print which checkpoints were averaged and how to start a run from it."""
+    """Write the average. Print which checkpoints were averaged, and the override that starts a run
+    from the average."""
     options = parse(arguments)
     with progress(lambda: "importing PyTorch and megatron-core, reading checkpoints"):
         from models.engine import import_engine  # deferred: slow import
@@ -100,7 +101,8 @@ def chosen(
 
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
-    """Yield notes on state that averaging discards and on the norms of the averaged matrices."""
+    """Yield lines to print: the state that averaging discards, and the norms of averaged
+    matrices."""
     yield (
         "the average contains no optimizer state, random number generator state or data position, "
         "so runs cannot resume from it"

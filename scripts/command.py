@@ -42,7 +42,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def warn_replaced(overrides: Sequence[str]) -> None:
-    """Warn about overrides that later overrides replace, as pretrain.py does."""
+    """Warn about each override that is replaced by a later one, as pretrain.py does."""
     from training.config.yaml_files import replaced  # deferred: slow import
 
     for text in replaced(overrides):
@@ -50,12 +50,13 @@ def warn_replaced(overrides: Sequence[str]) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json FILE`, which also writes the results as JSON."""
+    """Add the option `--json FILE`, which writes the results to a JSON file."""
     parser.add_argument("--json", type=output_path, help="also write all results to this JSON file")
 
 
 def check_free(target: Path) -> None:
-    """Raise InputError if `target` exists or is inside a checkpoint, which a run may remove."""
+    """Raise InputError if `target` exists, or if it is inside a checkpoint that a run may
+    remove."""
     if target.exists() or target.is_symlink():
         raise InputError(f"target {target} already exists; choose another folder")
     for parent in real_path(target).parents:
@@ -77,10 +78,10 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
 
 
 def output_path(text: str) -> Path:
-    """Parse an output path. For use as an argparse type.
+    """Argparse type that parses an output path.
 
-    Raises argparse.ArgumentTypeError for URLs, and for a ~ or variable that the shell did not
-    expand because it was quoted.
+    Raises argparse.ArgumentTypeError for URLs, and for paths with a quoted ~ or variable, which the
+    shell does not expand.
     """
     _, wrong, rule = local_path("", text)
     if wrong:
@@ -132,10 +133,11 @@ def require(module: str) -> None:
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """Wrap `main` to report user errors on stderr and return an exit code.
 
-    `main` returns 0 on success, and 1 if a check or a run failed. InputError, OSError and
-    EngineError print `error: ...` and return 2; CollectiveError prints the same line and returns 1.
-    Ctrl-C returns 130. Any other exception is a bug and prints its traceback. Characters that
-    stdout or stderr cannot encode are escaped.
+    `main` returns 0 on success, and 1 if a check or a run failed. If `main` raises InputError,
+    OSError or EngineError, the command prints `error: ...` and returns 2. If `main` raises
+    CollectiveError or MemoryError, the command prints `error: ...` and returns 1. Ctrl-C returns
+    130. Any other exception is a bug, and its traceback is printed. Characters that stdout or
+    stderr cannot encode are escaped.
     """
 
     @functools.wraps(main)

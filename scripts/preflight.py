@@ -6,7 +6,7 @@
 
 Ranks compute and exchange integers, so results can be checked exactly. Each row of the table shows
 the slowest and the median rate across ranks, and lists the ranks below 80% of the median. The exit
-code is 1 if any result is wrong. If a check hangs, the last line printed names it.
+code is 1 if any result is wrong. If a check hangs, the last line printed names this check.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def checks(device: torch.device, size: int) -> Iterator[Check]:
 
 
 def matmul_check(device: torch.device) -> Check:
-    """Return a check of a matmul, whose result is exact because the matrices hold -1, 0 and 1."""
+    """Return a check of a matmul. The result is exact, because all entries are -1, 0 or 1."""
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     left, right = (integers(n, seed).to(device, dtype) for seed in (1, 2))
     exact = integers(n, 1)[:4].long() @ integers(n, 2).long()
@@ -183,8 +183,8 @@ def numbers(device: torch.device, size: int, offset: int) -> Tensor:
 
 
 def link_check(device: torch.device, size: int, shift: int, ring: int, where: str) -> Check:
-    """Return a link check: in a ring of `ring` ranks, send to the rank `shift` ahead and receive
-    from the rank `shift` behind."""
+    """Return a link check: in a ring of `ring` ranks, send to the rank `shift` positions ahead and
+    receive from the rank `shift` positions behind."""
     rank = dist.get_rank()
     base = rank - rank % ring
     ahead, behind = (base + (rank - base + sign * shift) % ring for sign in (1, -1))

@@ -197,8 +197,8 @@ def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
 
 
 def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
-    """Return the plan for a corpus in scripts/data/corpora.yaml, and the path of --tokenizer or,
-    by default, of the corpus's own tokenizer."""
+    """Return the plan for a corpus in scripts/data/corpora.yaml, and the path of the tokenizer. The
+    default is the corpus's own tokenizer."""
     corpora = read_corpora()
     if options.corpus not in corpora:
         names = ", ".join(corpora)
@@ -294,7 +294,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
         description="Convert text to token sets (Megatron .bin and .idx files) with a tokenizer "
-        "and a manifest. The output folder only appears once it is complete."
+        "and a manifest. The output folder appears only when it is complete."
     )
     parser.add_argument(
         "inputs",

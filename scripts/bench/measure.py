@@ -1,8 +1,8 @@
 """Timing, records and tables for all benchmarks.
 
 On a GPU, device time is measured with CUDA events. On a CPU, times are this process's CPU time,
-which is less sensitive to other load on the machine than wall-clock time. Variants to compare take
-turns in the same process. Only compare times from the same run.
+which is less sensitive to other load on the machine than wall-clock time. The variants of a
+comparison are timed alternately in the same process. Only compare times from the same run.
 """
 
 import json
@@ -35,7 +35,8 @@ def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tupl
     """Return a call's device time and host time in milliseconds.
 
     On a GPU, `before` is called first. The device time is measured with CUDA events, and the host
-    time ends when the call returns. On a CPU, both are the CPU time, and `before` is not called.
+    time ends when the call returns. On a CPU, both times are the call's CPU time, and `before` is
+    not called.
     """
     if device.type != "cuda":
         begin = time.process_time()

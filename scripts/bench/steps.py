@@ -11,10 +11,10 @@ bfloat16 weights and float32 master weights. Without `--config`, our rules use t
 defaults with float32 weights. Rows named "equal" use five msign steps in bfloat16, the default in
 the other libraries. All other optimizers update float32 weights.
 
-`--peers` is a folder with checkouts of other projects. The folder may have the subfolders dion
+`--peers` is a folder with checkouts of other projects. The folder may contain the subfolders dion
 (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
-(NVIDIA-NeMo/Emerging-Optimizers) and gram_newton_schulz (Dao-AILab/gram-newton-schulz: its Muon
-with torch matmuls). On a GPU, each project uses its own kernels.
+(NVIDIA-NeMo/Emerging-Optimizers) and gram_newton_schulz (Dao-AILab/gram-newton-schulz). On a CPU,
+the Muon of gram-newton-schulz uses torch matmuls. On a GPU, each project uses its own kernels.
 
 All optimizers take turns updating identical weights with identical gradients on a single thread.
 The table shows the median CPU time or, on a GPU, the median device time and host time. Under
@@ -80,7 +80,7 @@ PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
 kernels."""
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 MSIGN = ("schedule", "steps", "msign_dtype")
-"""The msign fields of a matrix rule, which determine most of its cost."""
+"""The msign fields of a matrix rule, which determine most of the rule's cost."""
 WARM_UP = 3
 """Number of untimed steps at the start. The third step captures the CUDA graph."""
 ALIGNMENT = 0.6
@@ -93,10 +93,10 @@ Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
 def library_options() -> dict[str, dict[str, Any]]:
-    """Return the options for each row of our rules, keyed by row name.
+    """Return the options of our rules, keyed by the name of the row in the table.
 
-    Every rule has a row with its defaults. muon, muon_sphere and spectral_sphere also have an
-    "equal" row.
+    Every rule is measured with its defaults. muon, muon_sphere and spectral_sphere are also
+    measured in an "equal" row.
     """
     options: dict[str, dict[str, Any]] = {rule: {"rule": rule} for rule in RULES}
     for rule in ("muon", "muon_sphere", "spectral_sphere"):
@@ -106,9 +106,10 @@ def library_options() -> dict[str, dict[str, Any]]:
 
 
 def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the recipe's options for each of our rules, with the msign options of its matrix rule.
+    """Return the recipe's options for each of our rules.
 
-    Raises InputError if a rule does not support these msign options.
+    All rules use the msign options of the recipe's matrix rule. Raises InputError if a rule does
+    not support these msign options.
     """
     optimizer, options = config.optimizer, {}
     main = vars(optimizer.rule(optimizer.matrix.rule))
@@ -126,7 +127,7 @@ def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def spectral(weights: list[Parameter], **settings: Any) -> SpectralOptimizer:
-    """Return an optimizer in which each weight is one matrix."""
+    """Return a spectral optimizer that treats each weight as one matrix."""
     return SpectralOptimizer([{"params": weights, "units": {}}], **settings)
 
 
@@ -159,8 +160,11 @@ def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
 
 
 def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return weights with spectral norm sqrt(rows / cols), and gradients aligned with them as in
-    training, both `[count, rows, cols]`."""
+    """Return weights and gradients, both `[count, rows, cols]`.
+
+    The weights have a spectral norm of sqrt(rows / cols). Each gradient is aligned with its
+    weight's top singular pair, as in training (see `ALIGNMENT`).
+    """
     rows, cols = shape
     generator = torch.Generator(device).manual_seed(rows * cols)
     weight = torch.randn(count, rows, cols, generator=generator, device=device)
@@ -175,8 +179,8 @@ def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[T
 class Side:
     """An optimizer to compare, with its own copy of the weights and gradients.
 
-    With a mesh, the weights are sharded by rows across it. `graph` captures the steps of our
-    optimizers in a CUDA graph.
+    The weights are sharded by rows across `mesh`, unless `mesh` is None. `graph` captures the steps
+    of our optimizers in a CUDA graph.
     """
 
     def __init__(
@@ -230,8 +234,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and, if it is a collective, count the bytes sent: its second
-        argument."""
+        """Run an operation. For a collective, count the bytes of the second argument that are sent
+        to other ranks."""
         name, size = func.name(), dist.get_world_size()
         if name == "c10d::alltoall_base_":
             kept = args[4][dist.get_rank()] if args[4] else args[1].numel() // size
@@ -299,7 +303,7 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
     """Return the matrix shapes and the recipe (None with --sets) of each case, keyed by name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
-    # Setting the vocabulary size lets the config load without data. Its value hardly matters,
+    # Setting the vocabulary size lets the config load without data. The size hardly matters,
     # because the embedding and head rarely use a matrix rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
     warn_replaced(options.overrides)

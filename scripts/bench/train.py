@@ -9,10 +9,11 @@ The script measures the trainer of pretrain.py, built from the config and its `k
 without checkpoints or validation. `--synthetic` trains on random tokens instead of data.
 
 Each `--variant` adds overrides to the config; quote several overrides as a single argument. The
-config and its variants take turns stepping. Column `x` is a variant's step time divided by the
-config's. `x by update` is the same ratio with the data, forward and backward times of the config
-used for both. With variants, phases on a CPU are measured in CPU time. The `data` phase reads
-tokens and verifies their hashes; `--variant data.verify=none` skips the verification.
+config and its variants take steps alternately. Column `x` is a variant's step time divided by the
+config's step time. Column `x by update` is the ratio of these step times after replacing the
+variant's data, forward and backward times with the config's times. With variants, phases on a CPU
+are measured in CPU time. The `data` phase reads tokens and verifies their hashes; `--variant
+data.verify=none` skips the verification.
 
 MFU is model FLOPs per token times tokens per second per device, divided by the device's dense
 bfloat16 peak. Model FLOPs per token (models/families.py) are 6 for each parameter of an active
@@ -79,9 +80,10 @@ PASSES: Final = ("data", "forward", "backward")
 
 
 class Phases:
-    """Times phases with CUDA events (which do not block) on a GPU, and with `clock` on a CPU.
+    """Measures the time spent in phases, with CUDA events on a GPU and with `clock` on a CPU.
 
-    Phases may be nested, in which case time is attributed to the innermost phase.
+    CUDA events do not block the host. If phases are nested, time is attributed to the innermost
+    phase.
     """
 
     def __init__(
@@ -209,8 +211,8 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
     for name, config in configs.items():
         if config.parallel != configs[CONFIG].parallel:
             raise InputError(f"--variant must not change the parallel section, got {name}")
-        # Runs always log their last step, so it must come after the measured steps. Drop the batch
-        # ramp, so that all steps use the full batch.
+        # Runs always log their last step, so the last step must come after the measured steps. Drop
+        # the batch ramp, so that all steps use the full batch.
         steps = max(config.train.steps, WARM_UP + options.steps + 3)
         train = replace(config.train, steps=steps, exit_step=None, batch_ramp=())
         configs[name] = replace(config, train=train)
@@ -227,7 +229,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
-    """Return each side's memory on this rank, and the medians of the times from `Side.turn`."""
+    """Return the memory on this rank and the median times of the config and of each variant."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
         side.turn(WARM_UP)

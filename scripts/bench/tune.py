@@ -4,10 +4,11 @@
     python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
 
 A problem is BATCHxROWSxCOLUMNS. For each problem, dtype and operation, the library and every tile
-are timed with CUDA events. The fastest becomes the device's entry in spectral/kernels/table.json,
-along with the date and versions. Entries for other devices are left unchanged. Tiles whose result
-differs from the library's by more than rounding are never selected, and make the script exit with
-1. Times are medians over single calls with a cold L2 cache.
+are timed with CUDA events. The fastest one becomes the device's entry in
+spectral/kernels/table.json, along with the date and versions. Entries for other devices are left
+unchanged. If a tile's result differs from the library's result by more than rounding error, the
+tile is not selected and the script exits with 1. Times are medians over single calls with a cold L2
+cache.
 """
 
 import argparse
@@ -59,9 +60,9 @@ def candidates(dtype: str) -> tuple[Tile, ...]:
 
 
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
-    """Return a call for each tile that runs an operation on `x` `[batch, rows, cols]`.
+    """Return functions that run an operation on `x` `[batch, rows, cols]`, keyed by tile.
 
-    The calls are keyed by tile; the key None calls the vendor library.
+    The function under the key None calls the vendor library.
 
     "commuting" and "polynomial" are operations in msign's first step. "grouped" computes the Gram
     matrices of two stacks: `x`, and the first half of its columns.
@@ -89,7 +90,7 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Return the library's call under the key None, and a call of `by_kernel` for each tile.
+    """Return a dict of functions: `by_kernel` for each tile, and `by_library` for the key None.
 
     `by_kernel` takes the tile as its last argument.
     """
@@ -110,9 +111,10 @@ def agrees(result: Tensor, expected: Tensor) -> bool:
 def measure(
     problem: str, dtype: str, only: tuple[Tile, ...] | None, device: torch.device, repeats: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem. Yield (table entry, whether all tiles were correct) pairs.
+    """Measure one problem. Yield table entries, each with a flag that is False if the operation
+    gave a wrong result with any tile.
 
-    Each operation yields one or two pairs. `only` lists the tiles to measure; None means all
+    Each operation yields one or two entries. `only` lists the tiles to measure; None means all
     candidates.
     """
     batch, rows, cols = map(int, problem.split("x"))
