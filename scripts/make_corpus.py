@@ -20,7 +20,8 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Collect the corpus. Exit with 2 if a package is unavailable or its texts do not match."""
+    """Collect the corpus. Exit with 2 if a package is unavailable or the texts do not match the
+    recorded hash."""
     options = parse(arguments)
     from scripts.data.debian import read_corpus, write_set  # deferred: imports torch
 

@@ -143,8 +143,11 @@ def _check_padding(size: int) -> None:
 
 
 def rewritten(path: Path, program: str, end: str) -> str:
-    """Return a shell command that pipes the decompressed file through `program` to a new file and
-    renames the original, so that reading the folder reads only the new file."""
+    """Return a shell command that converts a file with `program`.
+
+    The command decompresses the file, pipes it through `program` to a new file, and adds the suffix
+    .old to the original. With this suffix, the original is skipped when its folder is read.
+    """
     kind = SUFFIXES.get(path.suffix)
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"
     return f"{command} > {_plain(path).with_suffix('')}.{end} && mv {path} {path}.old"

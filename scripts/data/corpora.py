@@ -17,7 +17,7 @@ FILE: Final = Path(__file__).with_name("corpora.yaml")
 
 @dataclass(frozen=True)
 class Part:
-    """A dataset in a corpus and its share of the tokens.
+    """A dataset of a corpus, with the dataset's share of the tokens.
 
     source  `hf:NAME` of the dataset on the hub
     share   relative share of the tokens
@@ -52,9 +52,10 @@ class Corpus:
 
         Args:
             tokens: number of tokens to write, `self.tokens` by default.
-            local: file or folder to read instead of the hub. It must contain a folder for each
-                part: `Part.folder`, NAME or data/NAME. For a corpus with a single part, `local` may
-                also be that part's only file, or the folder that contains the part's files.
+            local: file or folder to read instead of the hub. A folder must contain a subfolder for
+                each part: `Part.folder`, NAME or data/NAME. For a corpus with a single part,
+                `local` may also be that part's only file, or the folder that contains the part's
+                files.
 
         Raises DataError if `local` contains no readable files or has no folder for a part.
         """

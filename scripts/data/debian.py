@@ -28,9 +28,11 @@ _COMPRESSED = (".gz", ".dz")  # .dz is dictd's format: gzip with an index
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """Return a package's .deb in `folder`, downloading it unless `folder` already has this version.
+    """Return a package's .deb file in `folder`. Download the file unless `folder` contains this
+    version.
 
-    If apt only offers a different version, return that one, because its texts may be the same.
+    If apt only offers another version, return the file of that version, because the texts may be
+    the same in both versions.
 
     Raises:
         DataError: apt-get or dpkg-deb is missing, or the package cannot be downloaded.
@@ -207,7 +209,7 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:
-    """Split a text before each line that matches `entry`; without `entry`, yield it unsplit.
+    """Split a text before each line that matches `entry`. If `entry` is None, yield the whole text.
 
     A matching line only starts a new document if it follows a blank line.
     """

@@ -2,8 +2,8 @@
 
 Parquet files are read with pyarrow, and hub datasets with `datasets`. Text and JSON lines are
 parsed here, because `datasets` silently alters or drops text: it converts line endings to `\\n` and
-strings that look like dates to dates, and reads truncated .zst files without an error. `datasets`
-also rejects fields that first appear late or change type, and restarts line numbers in every block.
+date-like strings to dates, and reads truncated .zst files without an error. `datasets` also rejects
+fields that first appear late or change type, and restarts line numbers in every block.
 """
 
 from collections import Counter
@@ -88,8 +88,8 @@ def numbered_documents(
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
-    """Check the first `CHECKED` documents of every input. Return the number of checked documents
-    and of blank ones for each input.
+    """Check the first `CHECKED` documents of every input. Return the numbers of checked documents
+    and of blank documents for each input.
 
     If the first documents are all blank, the check continues up to the first non-blank one.
 
@@ -193,8 +193,9 @@ def _as_text(path: Path, program: str) -> str:
 def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
     """Split text into documents that concatenate to the same text, byte for byte.
 
-    A document ends after the first run of blank lines past `document_bytes` bytes or, failing that,
-    at the first line ending past 16 times `document_bytes`. 0 means a single document.
+    Once a document has reached `document_bytes` bytes, it ends after the next run of blank lines.
+    Once it has reached 16 times `document_bytes`, it ends after the current line. If
+    `document_bytes` is 0, the text is a single document.
     """
     parts: list[bytes] = []
     size, after_blank = 0, False

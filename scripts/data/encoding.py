@@ -35,13 +35,14 @@ class Encoder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. It encodes texts in full, and releases Python's lock meanwhile."""
+        """The tokenizer, which never truncates texts and releases Python's global lock while
+        encoding."""
         tokenizer = open_tokenizer(self.path)
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     def encode(self, texts: list[str], sample: range = range(0)) -> "EncodedChunk":
-        """Encode texts, append EOD to each, and decode those whose indices are in `sample`.
+        """Encode texts and append EOD to each text. Decode the texts with indices in `sample`.
 
         Text that looks like a special token is encoded as plain text, so documents cannot forge an
         EOD.
@@ -78,9 +79,9 @@ class EncodedChunk:
 def encoded(
     documents: Iterable[tuple[Position, str]], encoder: Encoder, threads: int
 ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-    """Yield encoded documents with their positions, preserving their order.
+    """Yield encoded documents with their positions, in the original order.
 
-    Roughly the first `DECODED` documents are also decoded, and after that one in `ONE_IN`.
+    Roughly the first `DECODED` documents are also decoded, then one of every `ONE_IN` documents.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread encodes its chunk on one core
     pending: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()

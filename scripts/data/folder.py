@@ -1,4 +1,4 @@
-"""An output folder that only appears once complete. Killed preparations can be resumed."""
+"""An output folder that appears only when it is complete. A killed preparation can be resumed."""
 
 import fcntl
 import json

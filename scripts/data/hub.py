@@ -97,7 +97,7 @@ def _unreadable(each: HubInput, error: Exception) -> DataError:
 def _opened(name: str, config: str | None, split: str, revision: str | None) -> Any:
     import datasets  # deferred: slow import
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # the exceptions contain what it would log
+    datasets.logging.set_verbosity(logging.CRITICAL)  # the exceptions contain the same messages
     return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
 
 

@@ -53,7 +53,7 @@ class Shard:
 
 
 def shards_folder(output: Path) -> Path:
-    """Return the folder of all shards, given the preparation's output folder."""
+    """Return the folder that contains all shards, given the preparation's output folder."""
     return output.with_name(output.name + ".shards")
 
 
@@ -168,7 +168,7 @@ class Preparation:
     ) -> list[str]:
         """Return the content identity of each input, or "" for inputs that `shard` does not read.
 
-        Files are identified by their sha256, hub datasets by name and commit. `cached` holds
+        Files are identified by their sha256, hub datasets by name and commit. `cached` contains
         identities that are already known.
         """
         inputs, folders, cached = self.inputs(), dict[str, str](), cached or {}
@@ -180,7 +180,7 @@ class Preparation:
     def fingerprint(self, identities: list[str] | None = None) -> str:
         """Return the sha256 of the options and of the inputs' identities.
 
-        If `identities` is None, compute the identities.
+        By default, the identities are computed.
         """
         tokenizer = self._tokenizer_files()
         left = iter(self.identities() if identities is None else identities)
@@ -211,7 +211,8 @@ class Preparation:
         return replace(self, sets=[plan.with_hub_files() for plan in self.sets])
 
     def shard(self, number: int, count: int) -> Shard:
-        """Return shard `number` (from 0) of `count`. Cut inputs if there are fewer than `count`."""
+        """Return shard `number` (from 0) of `count`. If there are fewer than `count` inputs, the
+        inputs are cut."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Write a preparation: a tokenizer, token sets and a manifest in one atomically written folder.
 
-Killed preparations can be resumed. The work can be split up: `prepare_shard` encodes one shard of
+A killed preparation can be resumed. The work can be split up: `prepare_shard` encodes one shard of
 the documents, and `prepare` joins the shards.
 """
 
@@ -109,7 +109,7 @@ def prepare(
 def prepare_shard(
     preparation: Preparation, output: Path, shard: Shard, *, workers: int, overwrite: bool
 ) -> ShardEntry:
-    """Encode the documents of one shard and return its entry.
+    """Encode the documents of one shard and return the shard's entry.
 
     Raises:
         DataError: see `prepare`.
@@ -254,7 +254,7 @@ class Pipeline:
     folder       the folder to write
     progress     position and counts, saved by `saver`
     encoder      the encoder, run by threads
-    workers      number of these threads
+    workers      number of encoder threads
     shards       shards with documents that are already encoded; None: encode all documents
     blank        number of blank documents skipped in the current portion, by input
     """
@@ -293,8 +293,9 @@ class Pipeline:
     ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
         """Yield (input number, tokens, bytes) for each remaining document of a portion.
 
-        The caller adds the documents to `files`, which are synced after each chunk before saving
-        the progress. Raises DataError if the tokenizer changes the text of too many documents.
+        The caller must add the documents to `files`. Between chunks, `files` are synced and then
+        the progress is saved. Raises DataError if the tokenizer changes the text of too many
+        documents.
         """
         progress = self.progress
         decoded = progress.decoded.setdefault(plan.name, RoundTrip())

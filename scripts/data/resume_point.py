@@ -93,7 +93,7 @@ def read_progress(saved: Any) -> Progress:
 
 
 class ProgressSaver:
-    """Saves the progress periodically, after syncing the files it refers to."""
+    """Saves the progress periodically, after syncing the files that the progress refers to."""
 
     def __init__(self, folder: AtomicFolder) -> None:
         self._folder = folder

@@ -50,7 +50,7 @@ class DocumentFile:
         tokens: path to the token file.
         records: path to the record file.
         dtype: token dtype.
-        written: counts saved by an interrupted run. The files are truncated to match.
+        written: counts saved by an interrupted run. The files are truncated to these counts.
 
     Raises ProgressError if the files do not have the content that the interrupted run wrote.
     """

@@ -83,7 +83,8 @@ def read_entry(folder: Path) -> ShardEntry | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """One input's documents in a shard's files, which start at offsets `document` and `token`."""
+    """The documents of one input in a shard's files. The documents start at offsets `document` and
+    `token`."""
 
     folder: Path
     dtype: str
@@ -140,11 +141,12 @@ class Shards:
     def documents(
         self, unit: int, number: int, skip: int
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
-        """Yield chunks of the documents of input `unit`, and their positions, from document `skip`.
+        """Yield the documents of input `unit` in chunks, starting at document `skip`.
 
-        `unit` is the index of the input in the preparation. `number` is the input's index in the
-        portion; the yielded positions contain it. Stops at the first document that is in no shard
-        and returns its index, or None if the shards contain all documents of the input.
+        Each chunk is yielded with the position after each of its documents. `unit` is the index of
+        the input in the preparation. `number` is the index of the input in the portion, and is part
+        of the positions. The generator stops at the first document that is in no shard and returns
+        the index of this document, or None if the shards contain all documents of the input.
         """
         parts = [
             documents[unit]
@@ -210,7 +212,8 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
 
 
 def shard_names(output: Path) -> list[re.Match[str]]:
-    """Return the folder names of a preparation's shards, finished or not, as matches of `_NAME`."""
+    """Return the folder names of a preparation's shards, including unfinished shards, as matches of
+    `_NAME`."""
     home = shards_folder(output)
     paths = home.iterdir() if home.is_dir() else ()
     return [match for path in paths if (match := _NAME.match(path.name))]

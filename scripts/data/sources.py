@@ -109,10 +109,10 @@ class Listing:
 def find_inputs(source: str, text_key: str | None = None) -> Listing:
     """Return the inputs of a file, folder, glob pattern or `hf:NAME`. Files are sorted.
 
-    A folder stands for all files below it with a known suffix, except for hidden files, files in
-    symlinked folders, and prepared folders. A pattern stands for the files that match it, except
-    for those in prepared folders. `text_key` is the field that contains the text, if the inputs
-    consist of rows.
+    The inputs of a folder are all files below it with a known suffix, except for hidden files,
+    files in symlinked folders, and files in prepared folders. The inputs of a pattern are all
+    matching files, except for files in prepared folders. `text_key` is the field that contains the
+    text, if the inputs consist of rows.
 
     Raises:
         DataError: no file matches, a file has an unknown suffix, a symlink is broken, or `text_key`
@@ -146,8 +146,11 @@ def _listing(source: str) -> Listing:
 
 
 def _matches(pattern: str) -> tuple[list[Path], list[Path]]:
-    """Return the files that match a glob pattern, and the ignored folders: prepared folders with
-    matches, and matches that contain no other match."""
+    """Return the files that match a glob pattern, and the folders that are ignored.
+
+    Ignored folders are prepared folders that contain matches, and matching folders that contain no
+    other match.
+    """
     found = sorted(map(Path, glob.glob(pattern, recursive=True)))
     _check_links(found)
     root = Path(*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
@@ -184,7 +187,7 @@ def _in_folder(folder: Path) -> Listing:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return what a folder contains at any depth: files, symlinks to folders, prepared folders.
+    """Return the contents of a folder at any depth: files, symlinks to folders, prepared folders.
 
     Hidden files and folders are skipped.
 

@@ -28,7 +28,7 @@ _CONFIGS = (
 
 @dataclass(frozen=True)
 class PreparedTokenizer:
-    """A tokenizer's manifest entry, and its files in a prepared folder."""
+    """A tokenizer: its manifest entry, and its files in a prepared folder."""
 
     entry: TokenizerEntry
     files: dict[str, bytes]  # by name, including TOKENIZER_FILE
@@ -85,8 +85,9 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
     Args:
         source: the file or folder.
-        eod: end-of-document token. The default is the end-of-sequence token set in the folder's
-            configuration files or, if they set none, the tokenizer's only special token.
+        eod: end-of-document token. The default is the end-of-sequence token in the folder's
+            configuration files. If none of the files specifies this token, the default is the
+            tokenizer's only special token.
 
     Raises:
         DataError: there is no usable tokenizer.json, or the EOD token is unknown or ambiguous.
@@ -123,8 +124,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
 
 def _content(source: Path, path: Path) -> dict[str, Any]:
-    """Parse a tokenizer.json. The error for any other file or folder explains how to convert a
-    tokenizer."""
+    """Parse a tokenizer.json. If `source` contains no tokenizer.json, the error explains how to
+    convert a tokenizer."""
     try:
         return read_tokenizer_json(path)
     except DataError as error:
@@ -154,7 +155,8 @@ def own_file(folder: Path, name: str) -> bytes | None:
 
 
 def _find_eod(source: Path, content: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """Return the end-of-sequence token set in the folder, or else the only special token."""
+    """Return the end-of-sequence token that the folder specifies. If there is none, return the only
+    special token."""
     special = _special(content)
     named = _configured_eos(source, tokenizer) if source.is_dir() else None
     if named is not None:
@@ -175,7 +177,7 @@ def _special(content: dict[str, Any]) -> list[str]:
 
 
 def _configured_eos(folder: Path, tokenizer: Tokenizer) -> str | None:
-    """Return the end-of-sequence token from the first configuration file that sets one."""
+    """Return the end-of-sequence token from the first configuration file that specifies one."""
     by_id = {id_: token for token, id_ in tokenizer.get_vocab().items()}
     for name in _CONFIGS:
         try:
