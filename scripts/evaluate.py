@@ -116,7 +116,7 @@ def score_checkpoint(
     Runs in this process. Returns per-task metrics in the format expected by `rows`.
 
     `dtype` is float32, bfloat16, or None for the run's precision. Raises InputError for any other
-    dtype, for several ranks, or if the tokenizer does not match the run's. Raises
+    dtype, if there are several ranks, or if the tokenizer is not the one that the run used. Raises
     BrokenCheckpointError if the checkpoint is damaged.
     """
     check_launched()

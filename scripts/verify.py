@@ -147,8 +147,8 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
 
 
 def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[str]:
-    """Yield a message for each entry of `facts` that differs from the attribute of `stated` with
-    this name."""
+    """Compare the attributes of `stated` with the values in `facts`, by name. Yield a message for
+    each difference."""
     for key, value in facts.items():
         if getattr(stated, key) != value:
             yield f"{what}: {key} must be {getattr(stated, key)}, got {value}"
@@ -191,8 +191,8 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
 def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     """Yield messages about damaged lines and missing steps in a log.
 
-    metrics.jsonl and monitors.jsonl must contain all steps up to the newest checkpoint, at the
-    intervals in the events that the run logged at each start.
+    metrics.jsonl and monitors.jsonl must contain a line at every logging interval up to the newest
+    checkpoint. At each start, the run logs an event with these intervals.
     """
     from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines

@@ -130,7 +130,7 @@ class LazyPlanner(DefaultSavePlanner):
         self.written = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor for a write item and free the previous one."""
+        """Return the tensor for a write item and free the previous tensor."""
         if self._last is not None:  # torch's writer keeps a reference to every tensor
             self._last.untyped_storage().resize_(0)
         value = self._last = self._sources[write_item.index.fqn]().clone()

@@ -1,4 +1,4 @@
-"""Run lm-eval, in a separate environment, on its own tasks and on task files."""
+"""Run lm-eval in a separate environment, on built-in tasks and on task files."""
 
 import json
 import math
@@ -43,9 +43,9 @@ TASK_SETS: Final[Mapping[str, TaskSet]] = {
         "boolq": ("acc",),
     },
 }
-"""Task sets by name. pc_paper has the tasks in table 3 (section 4.2) of the PC paper. sso_paper
-combines the SSO paper's tables for the dense model and the mixture of experts, which report
-unnormalized accuracy and do not state the number of few-shot examples."""
+"""Task sets by name. pc_paper contains the tasks in table 3 (section 4.2) of the PC paper.
+sso_paper combines the SSO paper's tables for the dense model and the mixture of experts, which
+report unnormalized accuracy and do not state the number of few-shot examples."""
 
 
 TASK: Final = """\
@@ -76,9 +76,9 @@ MERGED: Final = ("--model_args", "--gen_kwargs", "--metadata")
 """Options that lm-eval merges if given repeatedly. For all other options, the last value wins."""
 
 STANDARD_ERROR = "_standard_error"
-"""Suffix of metrics that hold the standard error of a local task's metric.
+"""Suffix of metrics that are the standard error of a local task's metric.
 
-For these metrics, lm-eval does not compute a standard error.
+lm-eval does not compute standard errors for the metrics of local tasks.
 """
 
 
@@ -125,9 +125,9 @@ class Run:
 def check_options(options: Sequence[str], own: Sequence[str], settings: Sequence[str]) -> list[str]:
     """Return the names of the lm-eval `options` passed by the user.
 
-    Raises InputError for options that are given twice or already set in the command `own`, and for
-    --model_args keys already in `settings`, a list of KEY=VALUE. lm-eval would silently override
-    these values.
+    `own` is the command without these options, and `settings` are its --model_args as KEY=VALUE
+    strings. Raises InputError if an option is given twice, or if the command already sets an option
+    or a --model_args key. lm-eval would silently override these values.
     """
     names: list[str] = []
     fixed = {setting.partition("=")[0] for setting in settings}
@@ -222,8 +222,8 @@ class Row:
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
     """Return a row for each metric of each task.
 
-    For a task in one of the `sets`, include only the metrics that the sets list for it. lm-eval
-    names a metric `METRIC,FILTER`; the filter `none` is not shown.
+    If a task is in one of the `sets`, only the metrics in that set are included. lm-eval names a
+    metric `METRIC,FILTER`; the filter `none` is not shown.
     """
     lines = []
     for task, values in results.items():

@@ -1,9 +1,9 @@
 """Turn a run's own validation sets into lm-eval tasks that work offline.
 
 Validation during training evaluates windows of the token stream. A task contains the text of the
-same windows, starting at the stream's second token. Each document of a task joins consecutive
-windows. lm-eval therefore splits the text at the same tokens as the trainer, and bits per byte
-agree except for the first token of each document. The standard error is computed over documents.
+same windows, starting at the stream's second token. Each document of a task consists of consecutive
+windows, so lm-eval splits the text at the same tokens as the trainer. Bits per byte therefore
+agree, except for the first token of each document. The standard error is computed over documents.
 With `data.document_mask`, a task's documents are the documents of the validation set, split at
 window boundaries as in the trainer.
 """
@@ -33,8 +33,8 @@ More documents would make bits per byte less exact, because the first token of e
 scored differently."""
 
 MAX_DIFFERENT = 16
-"""Maximum number of tokens that may change when a text is decoded and encoded again, because words
-cut off at either end of the text may be encoded differently."""
+"""Maximum number of tokens that may change when a text is decoded and encoded again. Words cut off
+at either end of the text may be encoded differently."""
 
 
 def write_tasks(

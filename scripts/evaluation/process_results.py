@@ -12,7 +12,8 @@ Pair = tuple[float, float]
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, Pair]:
-    """Map each metric's name to the pair of the document's log-likelihood and size in bytes."""
+    """Return the same pair for each metric, by name: the document's log-likelihood and size in
+    bytes."""
     (likelihood,) = results
     pair = (likelihood, doc["bytes"])
     names = ("bits_per_byte", "byte_perplexity")

@@ -24,8 +24,8 @@ from training.errors import InputError
 from training.report.text import progress
 
 TOLERANCE = 1e-4
-"""Maximum difference in float32 logits that is attributed to rounding, relative to the largest
-logit if that exceeds 1."""
+"""Maximum difference in float32 logits that is attributed to rounding. If the largest logit exceeds
+1, the difference is divided by the largest logit."""
 
 
 def verify(weights: CheckpointWeights, folder: Path) -> None:
@@ -76,7 +76,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
 def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return our model's float32 logits `[1, n, vocabulary]`, with weights rounded to `dtype`.
 
-    PC layers are computed in the graph, by code that is independent of the export's.
+    PC layers are computed in the graph, by code that is independent of the export code.
     """
     # Other attention kernels require GPUs or packages.
     model = replace(weights.config.model, attention_backend="sdpa", attention_kernel="auto")
@@ -118,7 +118,8 @@ def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[st
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Set up process groups for a single process within a context, unless they already exist."""
+    """Context manager that sets up process groups for a single process, unless process groups
+    already exist."""
     if torch.distributed.is_initialized():
         yield
         return

@@ -1,7 +1,7 @@
 """Export a checkpoint to a Hugging Face model folder, or to safetensors with Spectrain's names.
 
-At most one parameter and one weight file are in memory at a time, apart from a tensor larger than
-the size limit of a file.
+At most one parameter and one weight file are in memory at a time. A tensor above the file size
+limit is written to its own file, which may be in memory as well.
 """
 
 import json
@@ -110,7 +110,7 @@ def new_folder(
 
 
 def check_room(target: Path, needed: int) -> None:
-    """Raise InputError if the disk of `target` has no space for `needed` bytes of weights."""
+    """Raise InputError if there is no disk space at `target` for `needed` bytes of weights."""
     existing = target.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -216,9 +216,9 @@ def write_shards(
     """Write `tensors` to model.safetensors or, above `limit` bytes, to several files and an index.
 
     `tensors` yields (name, value) in the order of `entries`, whose meta tensors define the shapes
-    and dtypes to write. A tensor above `limit` gets its own file. Only one other file is in memory
-    at a time. Raises InputError if a value is not finite in the target dtype, or if a file cannot
-    be written.
+    and dtypes to write. A tensor above `limit` gets its own file, which may be in memory along with
+    one other file. Raises InputError if a value is not finite in the target dtype, or if a file
+    cannot be written.
     """
     split = split_torch_state_dict_into_shards(
         entries, filename_pattern="model{suffix}.safetensors", max_shard_size=limit

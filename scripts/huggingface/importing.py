@@ -70,7 +70,7 @@ def import_model(
         print(f"note: {source} has {', '.join(dropout)}, but runs train without dropout")
     if code := settings.get("auto_map"):
         print(
-            f"note: {source} has code of its own, which is ignored (auto_map {code}): the weights "
+            f"note: {source} contains custom code, which is ignored (auto_map {code}): the weights "
             f"are read as those of transformers' {settings['architectures'][0]}"
         )
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def their_settings(source: Path) -> dict[str, Any]:
     """Return the settings in the config.json of `source`, filling in transformers' defaults for
     missing keys.
 
-    Raises InputError if the file cannot be used, or if it has two different RoPE bases.
+    Raises InputError if the file cannot be used, or if it specifies two different RoPE bases.
     """
     path = source / "config.json"
     if not path.is_file():
@@ -171,7 +171,7 @@ class TheirFiles:
         self._files: dict[str, Any] = {}
         paths = self._paths()
         if unread := sorted({*source.glob("*.safetensors")} - {*paths}):
-            print(f"note: not read: {abridged([path.name for path in unread])} in {source}")
+            print(f"note: {source} contains unread files: {abridged([p.name for p in unread])}")
         for path in paths:
             try:
                 file = stack.enter_context(safe_open(path, "pt"))

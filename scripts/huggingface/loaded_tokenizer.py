@@ -45,8 +45,8 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
 def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None:
     """Raise InputError if transformers and tokenizer.json encode or decode TEXT differently.
 
-    `with_template` allows a template that adds tokens to the text. Data is prepared without these
-    tokens, but an imported model's tokenizer may add them.
+    If `with_template` is True, the tokenizer may use a template that adds tokens to the text. Data
+    is prepared without these tokens, but an imported model's tokenizer may add them.
     """
     # verbose=False: no warning about the length, because this text is not fed to a model.
     tokens = loaded(TEXT, add_special_tokens=not with_template, verbose=False)["input_ids"]
@@ -73,7 +73,8 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Disable network access and progress bars in the Hugging Face libraries within a context."""
+    """Context manager that disables network access and progress bars in the Hugging Face
+    libraries."""
     from huggingface_hub import constants
     from transformers.utils import logging
 

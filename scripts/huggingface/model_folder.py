@@ -32,8 +32,8 @@ def load_whole(folder: Path, **options: Any) -> Any:
     """Load the model in `folder` with transformers, without running code from the folder.
 
     transformers silently initializes missing weights randomly and ignores stored weights that do
-    not match config.json. This function raises InputError naming the weights instead. It also
-    raises InputError if the folder cannot be loaded or a weight is not finite.
+    not match config.json. In both cases, this function raises an InputError that names the weights.
+    It also raises InputError if the folder cannot be loaded or a weight is not finite.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

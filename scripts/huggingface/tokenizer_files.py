@@ -23,8 +23,8 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     """Return the tokenizer used by the run that wrote a checkpoint.
 
     The `given` file or folder takes precedence, followed by the tokenizers in an imported
-    checkpoint, in the config and in the data manifest. Raises InputError if no tokenizer is known,
-    or if it is not the run's tokenizer or has more tokens than the model's vocabulary.
+    checkpoint, in the config and in the data manifest. Raises InputError if no tokenizer is found,
+    or if the tokenizer is not the run's tokenizer or has more tokens than the model's vocabulary.
     """
     config = info.config
     manifest = _manifest(config)

@@ -167,9 +167,9 @@ def test_training_begins_with_the_imported_weights(tokens, tmp_path, world, caps
     said = capsys.readouterr().out
     assert f"note: {source} has attention_dropout 0.1, but runs train without dropout" in said
     assert (
-        "has code of its own, which is ignored (auto_map {'AutoModelForCausalLM': 'm.M'})" in said
+        "contains custom code, which is ignored (auto_map {'AutoModelForCausalLM': 'm.M'})" in said
     )
-    assert f"note: not read: consolidated.safetensors in {source}" in said
+    assert f"note: {source} contains unread files: consolidated.safetensors" in said
     assert "generation_config.json has several end tokens, [0, 5], but exporting" in said
     # The updates are too small for any change, so the loss after a step equals the first.
     still = ["optimizer.matrix.rule=adamw", *(f"optimizer.{group}.lr=1e-30" for group in GROUPS)]
