@@ -102,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checked_name(what: str, name: str | None, names: Sequence[str]) -> str:
-    """Return `name` if it is in `names`. Otherwise raise InputError, suggesting the closest one."""
+    """Return `name` if it is in `names`. Otherwise raise an InputError that suggests the closest
+    name."""
     if name in names:
         return str(name)
     raise InputError(f"{what} must be {one_of(name or '', names)}")

@@ -1,7 +1,7 @@
 """Interface between the runner and an experiment.
 
-An experiment is a function of `draws` and of sizes, which default to the paper's. The first
-paragraph of its docstring states the paper's claim.
+An experiment is a function of `draws` and of sizes. The default sizes are the same as in the paper.
+The first paragraph of the function's docstring states the paper's claim.
 """
 
 import math
@@ -36,8 +36,8 @@ class Draws:
 class Check:
     """A measured number and its expected range.
 
-    `source` states where the range comes from: a statement in a paper, theory, or `recorded`, which
-    is an earlier run at the paper's setting with exact float64 decompositions.
+    `source` states the origin of the range: a statement in a paper, theory, or `recorded`. Recorded
+    ranges come from an earlier run at the paper's setting with exact float64 decompositions.
     """
 
     name: str
@@ -74,7 +74,7 @@ def at_most(name: str, measured: float, high: float, source: str, series: str = 
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure panel with lines, dashed lines and dots. Each of the three restarts the colors.
+    """A figure panel. Lines, dashed lines and dots use the same sequence of colors.
 
     `log` names the logarithmic axes: "x", "y" or "xy". `levels` maps labels to the y values of
     horizontal lines.

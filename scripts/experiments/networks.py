@@ -36,7 +36,8 @@ GATED_RATES = {
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
-    """Return relu(x)^2, or SiLU(gate) * up with the two halves of `x` `[n, 2 hidden]`."""
+    """Return relu(x)^2 or, for "swiglu", SiLU(gate) * up. Here, gate and up are the two halves of
+    `x` `[n, 2 hidden]`."""
     if kind == "relu^2":
         return x.relu().square()
     gate, up = x.chunk(2, dim=-1)
@@ -171,7 +172,7 @@ def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Tra
 
 
 def first_step(problem: Problem, method: Method) -> list[Check]:
-    """Check each layer's first step against SVDs of its input and gradient."""
+    """Check each layer's first step against SVDs of the layer's input and gradient."""
     weights = [nn.Parameter(w.clone()) for w in problem.weights]
     loss, inputs = problem.loss(weights)
     loss.backward()
@@ -250,7 +251,8 @@ def panels(gd: Training, spectral: Training) -> list[Panel]:
 
 
 def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
-    """Return the ranks of three layers, the first of them `first`, keyed by label and step."""
+    """Return the ranks of three consecutive layers, starting with layer `first`, keyed by label and
+    step."""
     return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}
 
 
@@ -264,8 +266,8 @@ def gated_batches(
     """Figure 19 of the criterion paper: the stable rank of SwiGLU activations grows with the batch
     size, and the stable rank of relu^2 activations does not.
 
-    The experiment compares st(A1), st(A2) and st(A3) at initialization. All batch sizes use the
-    same network with fresh data.
+    The experiment compares the stable ranks st(A1), st(A2) and st(A3) at initialization. All batch
+    sizes use the same network with fresh data.
     """
     ranks: dict[str, dict[int, list[float]]] = {kind: {} for kind in KINDS}
     for kind in KINDS:
@@ -330,8 +332,8 @@ def gated_regression(
     """Figure 20 of the criterion paper: on a SwiGLU network, spectral steps help at a small batch
     size, but not at a large one.
 
-    The paper trains for 400 and 280 steps. Fewer steps suffice here, because the losses separate
-    early.
+    The paper trains for 400 steps at the small batch size and 280 steps at the large batch size.
+    Fewer steps suffice here, because the losses separate early.
     """
     runs: dict[str, dict[str, Training]] = {name: {} for name in GATED_RATES}
     first = []

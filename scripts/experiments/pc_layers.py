@@ -31,7 +31,7 @@ TARGET = 0.01
 """Target loss as a fraction of the initial loss."""
 ROOM = 1.1
 """tau of every layer, an assumed bound on the layer's norm. The bounds set the step size. A check
-verifies them afterwards."""
+verifies the bounds afterwards."""
 VARIANTS: dict[str, dict[str, Level | None]] = {
     "AdamW": {"no PC": None, "PC level 4": 4, "over-flattening": "over_flattening"},
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
@@ -53,10 +53,11 @@ def deep_linear(
     """Theorem 1 of the PC paper: gradient descent on a deep linear network with well-conditioned
     weights converges at least geometrically, and faster with better conditioning.
 
-    For every level, the experiment trains weights that are preconditioned once, and raw weights in
-    PC layers. All levels start from the same raw weights and initial residual. `widths` must first
-    increase, then decrease. The singular values of a raw weight decay geometrically from 1 to
-    `smallest`. `residual` is the norm of the initial residual.
+    For every level, the experiment trains two networks. The first network has plain weights, which
+    are preconditioned once at the start. The second network has PC layers with trained raw weights.
+    All levels start from the same raw weights and initial residual. `widths` must first increase,
+    then decrease. The singular values of a raw weight decay geometrically from 1 to `smallest`.
+    `residual` is the norm of the initial residual.
     """
     raw = []
     for cols, rows in pairwise(widths):
@@ -112,7 +113,7 @@ def effective(w: Tensor, level: int) -> Tensor:
 
 def definition(draws: Draws) -> list[Check]:
     """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors. Also check
-    that the gradient of PC(W) is orthogonal to W, as W / s is independent of the scale of W.
+    that the gradient of PC(W) is orthogonal to W, because W / s is independent of the scale of W.
     """
     rows, cols = 18, 11
     left, _ = torch.linalg.qr(draws.normal(rows, cols))
@@ -145,7 +146,8 @@ def product(weights: Sequence[Tensor], x: Tensor) -> Tensor:
 def descend(
     start: Sequence[Tensor], x: Tensor, y: Tensor, lr: float, steps: int, level: int | None
 ) -> Descent:
-    """Run gradient descent on the weights or, with a `level`, on the raw weights of PC layers."""
+    """Run gradient descent on the weights. If `level` is not None, the weights are the raw weights
+    of PC layers."""
     parameters = [nn.Parameter(w.clone()) for w in start]
     optimizer = torch.optim.SGD(parameters, lr=lr)
     run = Descent()
@@ -209,9 +211,10 @@ def over_flattening(
     The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here, a
     matrix learns a linear map with singular values 1 / k in three ways, each from the same initial
     weight: as a plain weight, in a PC layer, and with the over-flattening composite. For a target
-    T, the best multiple of an orthogonal matrix has a relative error of 1 - nr(T) / n, so the
-    composite is worst with any optimizer. This is not evidence about language models, for which the
-    paper reports a worse loss at 271M parameters; studies/pc/over_flattening.yaml tests a small
+    T `[n, n]` with nuclear rank nr(T), the best multiple of an orthogonal matrix has a relative
+    error of 1 - nr(T) / n. The composite therefore has the largest error with any optimizer. The
+    experiment is not evidence about language models. The paper reports that over-flattening worsens
+    the loss of a language model with 271M parameters; studies/pc/over_flattening.yaml tests a small
     model.
 
     `adamw` and `muon` are peak learning rates.

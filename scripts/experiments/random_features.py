@@ -1,5 +1,5 @@
-"""Random features A = f(V X) from the criterion paper: their stable rank, and gradient and spectral
-descent on |W A - Y|_F^2 / (2 n)."""
+"""Random features A = f(V X) from the criterion paper. The experiments measure the stable rank of A
+and minimize |W A - Y|_F^2 / (2 n) by gradient descent and by spectral descent."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -55,8 +55,8 @@ class Regression:
 def drawn(
     draws: Draws, sizes: tuple[int, int, int], maps: int, feature: Callable[..., Tensor]
 ) -> Regression:
-    """Return the problem with A = feature(V X) and Y = W# A. `feature` takes `maps` arguments, each
-    with its own V.
+    """Return the problem with A = feature(V X) and Y = W# A. If `maps` is 2, A is
+    feature(V_1 X, V_2 X).
 
     `sizes` are the number of inputs, features and samples. Rows of V and W# have a mean squared
     length of 1.
@@ -290,8 +290,8 @@ def rank_growth(
     """Figures 16 and 17 of the criterion paper: after a single step, the gradient's nuclear rank
     grows with the width.
 
-    The experiment computes the nuclear rank, averaged over `repeats` draws, for both models by
-    width and step.
+    The experiment computes the nuclear rank for both models at each width and step. The ranks are
+    averaged over `repeats` draws.
     """
     ranks: dict[str, dict[int, dict[int, float]]] = {model: {} for model in MODELS}
     stable = {}
@@ -312,7 +312,8 @@ def rank_growth(
         for model in MODELS
     )
     panels.append(Panel("before and after one step", one, two, x="k", log="xy"))
-    # In theory, ranks are independent of the width at step 0 and proportional to it after one step.
+    # In theory, ranks are independent of the width at step 0, and proportional to the width after
+    # one step.
     checks = []
     for model, by_width in ranks.items():
         initial = max(values[0] for values in by_width.values())

@@ -197,7 +197,7 @@ def room(check: Check) -> float:
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
     """Yield the table rows for an experiment (columns `HEADINGS`). Passing checks in a series share
-    a row, which shows the worst one."""
+    a row, which shows the number that is closest to a limit."""
     for members in grouped(result.checks, lambda check: check.series or check.name).values():
         shown, about = [check for check in members if not check.passed], ""
         if not shown:

@@ -112,7 +112,8 @@ def properties(
 
 
 def by_bisection(draws: Draws, seed: int) -> Check:
-    """Return a check of a small matrix's multiplier against bisection of f using exact SVDs."""
+    """Return a check that compares a small matrix's multiplier with the root of f. The root is
+    found by bisection with exact SVDs."""
     m, w = (each.double()[0] for each in gaussian(draws, *BISECTED))
     m = m / m.norm()
     left, _, right = torch.linalg.svd(w)

@@ -1,5 +1,5 @@
-"""The spectral norm of weights in the Muon++ paper: over steps of its algorithms, and for
-correlated weights."""
+"""The spectral norm of weights in the Muon++ paper: over steps of Muon++, and for correlated
+weights."""
 
 import math
 from collections.abc import Mapping
@@ -49,9 +49,9 @@ def muon_gap(
     """Muon++: a step shorter than the spectral gap preserves the norm, while a longer step may
     change it. Over many steps, only the rescaling algorithm preserves the norm.
 
-    The experiment measures the spectral gaps of `repeats` initial matrices of each shape, the norm
-    after single steps shorter and longer than the gap, and the norm of a `side` x `side` matrix
-    over many steps.
+    The experiment measures the spectral gaps of `repeats` initial matrices of each shape. It also
+    measures the norm after single steps shorter and longer than the gap, and the norm of a `side` x
+    `side` matrix over many steps.
     """
     initial = [on_sphere(draws.normal(repeats, *shape)) for shape in shapes]
     gaps, within, beyond = [], [], []
@@ -117,8 +117,8 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
 def long_run(
     draws: Draws, side: int, steps: int, algorithm: str, gradients: str, eta: float
 ) -> list[float]:
-    """Return |W|_2 / S after each step, for random gradients or, with "target", for gradients W - T
-    towards a target T of norm 2 S."""
+    """Return |W|_2 / S after each step. The gradients are random or, for "target", W - T with a
+    target T of norm 2 S."""
     w = on_sphere(draws.normal(1, side, side))
     target = 2 * on_sphere(draws.normal(1, side, side)) if gradients == "target" else None
     rule = MuonPlusPlusRule(algorithm=algorithm, momentum=MOMENTUM)  # type: ignore[arg-type]
@@ -131,7 +131,8 @@ def long_run(
 
 
 def counterexample() -> list[Check]:
-    """Check W = diag(1, 0.2) with D = diag(0, -1), whose norm is constant up to eta = 0.8."""
+    """Check that a step with D = diag(0, -1) preserves the norm of W = diag(1, 0.2) up to eta =
+    0.8, but not at eta = 0.85."""
     w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64)).expand(2, 2, 2)
     gradient = torch.diag(torch.tensor([0.0, -1.0], dtype=torch.float64)).expand(2, 2, 2)
     norms = norm_after(w, gradient, torch.tensor([0.8, 0.85]))

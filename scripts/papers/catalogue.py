@@ -78,7 +78,7 @@ Status = Literal[
 
 
 class Item(Section):
-    """A table or figure, or a proposition from a paper that has neither.
+    """A table, a figure or, for a paper without tables and figures, a proposition.
 
     shows     what the item shows, in a few words
     status    status of our result (see docs/papers.md)

@@ -50,7 +50,7 @@ class Measure:
             blocks` over blocks. OVER is least, median, mean or largest. NAME after OVER is a
             metric in docs/monitors.md, or `quantile_P`: the singular value at P percent divided
             by the largest singular value (of PC(W) in PC layers)
-    study   folder with a study's results; series are read from the runs of all its seeds
+    study   folder with a study's results; series are read from the runs of all seeds
     seeds   seeds of each run, with results in the subfolders seed_1, seed_2, ...; empty: a single
             run with the recipe's seed
     """
@@ -102,7 +102,7 @@ def measure_run(command: str, series: Mapping[str, str]) -> dict[str, Any]:
 
 
 def seeded(command: str, seeds: Sequence[int]) -> list[str]:
-    """Return one training command per seed, or just the command if there are no seeds."""
+    """Return one training command per seed, or `[command]` if there are no seeds."""
     if not seeds:
         return [command]
     folder = load_config(*arguments(command)).run.dir
@@ -203,7 +203,8 @@ def check_config(folder: Path, command: str, file: Path, overrides: Sequence[str
     if not saved.is_file():
         raise InputError(f"{folder} must contain a finished run; run {command}")
     expected, actual = asdict(config), asdict(load_saved_config(saved))
-    # The run's config has the vocabulary size of the data, and its folder may have been moved.
+    # The run's config contains the vocabulary size of the data, and the run's folder may have been
+    # moved.
     expected["model"]["vocab_size"] = actual["model"]["vocab_size"]
     expected["run"]["dir"] = actual["run"]["dir"]
     if expected != actual:
@@ -249,7 +250,7 @@ def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
-    """Return a row for each variant of a study, and for each series of each run and seed.
+    """Return a row for each variant of a study, and a row for each series of each run and seed.
 
     Column `early` is the mean over the first fifth of the steps, and `settled` is the mean over the
     second half.

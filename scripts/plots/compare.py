@@ -23,8 +23,8 @@ COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "tra
 """Table columns, in addition to the metric that runs are sorted by."""
 
 MOST = 12
-"""Maximum number of runs per figure. The runs with the lowest validation loss are drawn or, if no
-run has a validation loss, the runs with the lowest training loss."""
+"""Maximum number of runs per figure. The runs with the lowest validation loss are drawn. If no run
+has a validation loss, the runs with the lowest training loss are drawn."""
 
 SHOWN_KEYS = 8
 """Maximum number of differing config keys to list per run."""
@@ -52,8 +52,11 @@ BITS = ("val/bpb", "bits per byte")
 
 
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
-    """Return the metric to sort runs by: nats per token, or bits per byte if tokenizers differ and
-    all validated runs logged it."""
+    """Return the metric to sort runs by, with its column heading.
+
+    The metric is bits per byte if tokenizers differ and all validated runs logged bits per byte.
+    Otherwise, the metric is nats per token.
+    """
     complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
     return BITS if unlike_tokenizers(runs) and complete else LOSS
 
@@ -79,8 +82,8 @@ def unlike_measurements(
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Return each run's config, with a key `content` added to every dataset.
 
-    `content` is the dataset's hash or, if any of the runs is from a version that did not record
-    hashes, the dataset's path.
+    `content` is the dataset's hash. If any run is from a version that did not record hashes,
+    `content` is the dataset's path in all runs.
     """
     known = all(run.contents for run in runs)
     configs = []

@@ -48,7 +48,7 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
 
 
 def learning_rates(runs: Sequence[RunData]) -> Figure | None:
-    """Learning rate of each parameter group. Colours denote groups, line styles denote runs."""
+    """Learning rate of each parameter group. Colours denote groups, and line styles denote runs."""
     runs = [run for run in runs if run.names("lr/")]
     if not runs:
         return None
@@ -73,9 +73,9 @@ def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
 
 
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
-    """Largest singular value divided by the mean of the smallest 10% of singular values. Lower is
-    better conditioned. The lines show the mean for each role and the geometric mean over all
-    matrices."""
+    """Largest singular value divided by the mean of the smallest 10% of singular values. Lower
+    values mean better conditioning. The lines show the mean for each role and the geometric mean
+    over all matrices."""
 
     def draw(axis: Axes, run: RunData) -> None:
         for i, role in enumerate(run.roles()):
@@ -113,8 +113,8 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 def signal(run: RunData) -> Figure | None:
     """Signal and noise in the gradients of a step's micro-batches and in the updates of the last
     steps. SNR is the debiased squared norm of the mean divided by the trace of the covariance.
-    TopShare is the share of the largest eigenvalue in this trace, and the dotted line is its
-    smallest possible value. Alignment is the cosine similarity with the previous step."""
+    TopShare is the largest eigenvalue of the covariance divided by the trace, and the dotted line
+    is the smallest possible TopShare. Alignment is the cosine similarity with the previous step."""
     panels = [
         (f"{what}_{figure}", f"{name} of {what}s")
         for figure, name in SIGNALS.items()
@@ -163,13 +163,13 @@ def rule_reports(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """MaxVio of the worst layer: (largest - mean) / mean of its experts' loads. 0 means perfect
-    balance."""
+    """MaxVio of the worst layer, which is (largest - mean) / mean of the expert loads in this
+    layer. 0 means perfect balance."""
     return _one(runs, "moe/max_vio", "MaxVio in the worst layer")
 
 
 def tasks(runs: Sequence[RunData]) -> Figure | None:
-    """Accuracy on multiple-choice tasks, choosing by log-likelihood (solid lines) or by
+    """Accuracy on multiple-choice tasks. Answers are chosen by log-likelihood (solid lines) or by
     log-likelihood per character (dashed lines)."""
 
     def draw(axis: Axes, run: RunData) -> None:

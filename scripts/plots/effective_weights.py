@@ -61,9 +61,9 @@ BEYOND = 1.2
 
 
 def plot_maps() -> Figure:
-    """Draw the polynomial g for each level, its target, and the factor g(x) / x.
+    """Draw the polynomial g of each level, the target of g, and the factor g(x) / x.
 
-    The polynomials are valid up to `DOMAIN`. The area beyond is shaded grey.
+    The polynomials are valid up to `DOMAIN`. The area to the right of `DOMAIN` is shaded grey.
     """
     figure, (left, right) = new_figure(2)
     x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)

@@ -50,7 +50,8 @@ Series = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class RunData:
-    """The contents of a run folder: metrics, monitor and event lines, and the config."""
+    """The contents of a run folder: config.yaml, and the lines of metrics.jsonl, monitors.jsonl and
+    events.jsonl."""
 
     folder: Path
     metrics: list[Line]
@@ -90,8 +91,8 @@ class RunData:
     def tokens(self, line: Line) -> float:
         """Return the number of training tokens at the step of a line.
 
-        It is interpolated between the counts in metrics and monitors, because the batch size may
-        have changed during the run.
+        The number is interpolated between the counts in metrics and monitors, because the batch
+        size may have changed during the run.
         """
         steps, tokens = self._counted
         train = self.config["train"]
@@ -108,7 +109,8 @@ class RunData:
         return np.array([(0, 0), *sorted(tokens_at.items())], dtype=np.float64).T.copy()
 
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
-        """Return a function that maps a line to the total time of all training steps up to it.
+        """Return a function that maps a line to the total time of the training steps up to that
+        line.
 
         The time is in units of `unit` seconds and excludes validation and checkpointing.
         """
@@ -251,8 +253,8 @@ _EVENTS = ("started", "continued", "stopped", "failed", "done")
 def alive(run: RunData) -> bool:
     """Return whether a run's process is alive.
 
-    On the run's own host, the process is looked up by id and start time, as the id may have been
-    reused. On any other host, the last heartbeat must be recent, allowing for clock skew.
+    On the run's own host, the process is looked up by id and start time, because the id may have
+    been reused. On any other host, the last heartbeat must be recent, allowing for clock skew.
     """
     lock = _content(run.folder / LOCK)
     complete = isinstance(lock.get("pid"), int) and isinstance(lock.get("began"), str)

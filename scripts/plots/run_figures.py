@@ -19,7 +19,7 @@ class RunFigure:
     name     name of the file (without suffix) and of the page section
     title    heading on the page
     overlay  function that draws several runs in one figure, or returns None if there is no data
-    single   function that does this for a single run, used if an overlay would be unreadable
+    single   function that draws a single run, used if an overlay would be unreadable
     half     whether the figure shares a row with another one on wide pages
     """
 

@@ -138,7 +138,7 @@ def report(run: RunData) -> str:
 
 
 def no_spectra(run: RunData) -> str:
-    """Return why a run has no spectra yet."""
+    """Return the reason why a run has no spectra yet."""
     intervals = [
         event["intervals"] for event in run.events if isinstance(event.get("intervals"), dict)
     ]
@@ -235,8 +235,8 @@ SHAPE: Final = {
 def data_use(run: RunData) -> dict[str, Any] | None:
     """Return the header and rows of the dataset table.
 
-    Returns None if data.json is missing or unreadable, or was written by an older version without
-    the required figures.
+    Returns None if data.json is missing or unreadable, or if an older version wrote data.json
+    without the numbers in the table.
     """
     path = run.folder / "data.json"
     try:

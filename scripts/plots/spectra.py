@@ -20,11 +20,13 @@ Draw = Callable[[Axes, RunData, str, str], None]
 
 DECILES = np.linspace(0, 1, 11)
 WEIGHT = ("effective_quantiles", "quantiles")
-"""Keys of a weight's spectrum, in order of preference: the spectrum of PC(W), then that of W."""
+"""Keys of a weight's spectrum, in order of preference: the spectrum of PC(W), then the spectrum of
+W."""
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
-    """Singular values at the last monitored step, divided by the largest. PC layers show PC(W).
+    """Singular values at the last monitored step, divided by the largest singular value. For PC
+    layers, the figure shows PC(W).
 
     Monitors only store the deciles of a spectrum, so values are assumed to be uniformly distributed
     between deciles.
