@@ -5,14 +5,14 @@
 
 A study is a YAML file with a `title`, `seeds`, `overrides` that apply to every run, and named
 `variants`. A variant has a `config`, its own `overrides`, and `against`, the variant to compare it
-with. Each run is a pretrain.py process with one thread per rank, the study's `environment`, and
-`--nproc` or `--gpus-per-run` ranks. Finished runs are recorded in runs.jsonl with their results and
-settings. A recorded run is not repeated, even if its folder is gone, so an interrupted study
-resumes when you run the same command again. If the data or environment of a finished run has
-changed, the script reports an error. Several processes with the same command, started by hand or as
-a SLURM array (scripts/slurm/study.sbatch), share the runs. results.json and table.md are written
-next to runs.jsonl after each part of the study; results.json has `complete: false` until the study
-is done.
+with. Each run is a pretrain.py process with the study's `environment` and one thread per rank. The
+number of ranks is `--nproc` or `--gpus-per-run`. Finished runs are recorded in runs.jsonl with
+their results and settings. A recorded run is not repeated, even if its folder is gone, so an
+interrupted study resumes when you run the same command again. If the data or environment of a
+finished run has changed, the script reports an error. Several processes with the same command,
+started by hand or as a SLURM array (scripts/slurm/study.sbatch), share the runs. results.json and
+table.md are written next to runs.jsonl after each part of the study; results.json contains
+`complete: false` until the study is done.
 
 A run's result is its final validation loss in nats per token, averaged over its validation sets.
 The seed sets the initial weights and the data order. Variants are compared seed by seed, using the
@@ -20,15 +20,15 @@ The seed sets the initial weights and the data order. Variants are compared seed
 interval is within 0.02 nats of 0, and `cannot tell` if a wider interval contains 0. A run with a
 nonfinite loss fails, and its variant has no mean. If a chosen setting is at either end of its grid,
 the verdict is `refused`. At the start, the script prints all keys that differ between a variant and
-its reference, except keys that are tuned or listed in `overrides` or `differs`; table.md lists them
-too.
+its reference, except keys that are tuned or listed in `overrides` or `differs`. These keys are also
+listed in table.md.
 
 With `search`, every variant is first tuned by successive halving. Each stage trains its candidates
-for a `share` of the `full` length, then the best `keep` candidates for the next share. All use the
-search's `seed`, unless a share lists its own `seeds`. The next stage starts from the best
-candidate. The tuning cost must be the same for all variants. With `tuned_in`, variants start from
-the settings chosen in another study. In a width sweep, the variants are widths, and the only stage
-is a learning rate grid.
+for a `share` of the `full` length, and then trains the best `keep` candidates for the next share.
+All candidates use the search's `seed`, unless a share lists its own `seeds`. The next stage starts
+from the best candidate. The tuning cost must be the same for all variants. With `tuned_in`,
+variants start from the settings chosen in another study. In a width sweep, each variant is a model
+width, and the only stage is a grid of learning rates.
 """
 
 import argparse

@@ -78,7 +78,7 @@ class Stage(Section):
 
 
 class Rung(Section):
-    """A rung: train candidates for `share` of the full length and keep the best `keep`.
+    """A rung trains candidates for `share` of the full length and keeps the best `keep` candidates.
 
     Candidates are ranked by their mean loss over `seeds` (default: the search's seed).
     """
@@ -111,8 +111,8 @@ class Curve(Section):
 
 
 class TunedIn(Section):
-    """Another study that tuned the settings. Each variant starts from the settings chosen there for
-    its `tuned_as` or, by default, for the variant of the same name.
+    """Another study that tuned the settings. Each variant starts from the settings that the other
+    study chose for the variant named in `tuned_as`. By default, both variants have the same name.
 
     results  folder with the other study's results
     """
@@ -144,8 +144,8 @@ class Study(Section):
 
     A variant's own overrides take precedence over the common ones.
 
-    full          integer settings, such as train.steps, of a full-length run; shorter runs multiply
-                  them by their share
+    full          integer settings of a full-length run, such as train.steps; in shorter runs, these
+                  settings are multiplied by the run's share
     environment   environment variables for every run; names must be in `VARIABLES`
     """
 

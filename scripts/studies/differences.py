@@ -13,15 +13,15 @@ Differences = dict[str, tuple[Any, Any]]
 """Maps a key to its values in a variant and in the variant's reference."""
 
 NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
-"""Prefixes of keys that are never reported, because the keys do not affect results or select the
-rules being compared."""
+"""Prefixes of keys that are never reported. These keys either do not affect results or select the
+rules to compare."""
 
 
 def pairs(study: Study) -> Iterator[tuple[str, str]]:
     """Yield (variant, reference) pairs.
 
-    The reference is the variant's `against` or, if no variant of the study sets `against`, the
-    study's first variant.
+    The reference of a variant is the variant named in `against`. If no variant of the study sets
+    `against`, the reference of all other variants is the first variant.
     """
     first = next(iter(study.variants))
     if any(variant.against for variant in study.variants.values()):
@@ -37,7 +37,7 @@ def differences(
 
     `start` holds settings tuned in another study, and `configs` the config of each variant.
     Differences are expected in keys that the study tunes, keys in the `overrides` of either
-    variant, keys in `differs`, and hyper-parameters that only one of the two rules has.
+    variant, keys in `differs`, and hyper-parameters that exist in only one of the matrix rules.
 
     Raises InputError if a key in `differs` has the same value in both variants.
     """
@@ -96,7 +96,7 @@ def unlike_keys(one: Config, other: Config) -> Differences:
         else:
             unlike[key] = (first.get(key), second.get(key))
     rule, its = one.optimizer.matrix.rule, other.optimizer.matrix.rule
-    if rule != its:  # compare the hyper-parameters that both matrix rules have
+    if rule != its:  # compare the hyper-parameters that exist in both matrix rules
         mine, theirs = rules[rule], asdict(other.optimizer)["rules"][its]
         for key in mine.keys() & theirs.keys():
             if mine[key] != theirs[key]:

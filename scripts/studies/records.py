@@ -112,7 +112,8 @@ class RecordBook:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Claim `folder` within a context. Yield False if another thread or process has claimed it.
+    """Context manager that claims `folder`. It yields False if another thread or process has
+    claimed the folder.
 
     The claim is a file lock, which the operating system releases even if the process is killed. A
     file system that is shared by nodes must support locks.

@@ -29,7 +29,8 @@ def run_study(
     extra: Sequence[str],
     begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
 ) -> dict[str, Any]:
-    """Tune the variants, train all seeds, and run the curve. Return the contents of results.json.
+    """Tune the variants, train all seeds, and train the runs of the study's curve. Return the
+    contents of results.json.
 
     results.json is updated after each part. After tuning, `begin_runs` is called with all remaining
     runs, so that CPUs and GPUs do not sit idle between parts.
@@ -78,10 +79,10 @@ def run_study(
 
 
 def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
-    """Move overrides of keys in `full` from `extra` to the study's `full`.
+    """Apply the overrides in `extra` whose keys are in the study's `full`.
 
-    Return the study and the remaining overrides. Raises InputError if a moved value is not a
-    non-negative integer.
+    Return the study with the new values in `full`, and the remaining overrides. Raises InputError
+    if a new value is not a non-negative integer.
     """
     rest, full = [], dict(study.full)
     for text in extra:
@@ -96,7 +97,7 @@ def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
 
 
 def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
-    """Raise InputError if the data of variants to compare has different tokenizers."""
+    """Raise InputError if a variant and its reference use data with different tokenizers."""
     data = {name: run_of(study, name, [], 0, extra=extra).data for name in study.variants}
     made = {name: {sums[0] for sums in sets.values()} - {UNKNOWN} for name, sets in data.items()}
     for name, variant in study.variants.items():
@@ -110,8 +111,8 @@ def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
 def check_candidates(
     study: Study, start: dict[str, list[str]], extra: Sequence[str]
 ) -> dict[str, Config]:
-    """Load the configs of all candidates. Return each variant's config with every stage's first
-    candidate.
+    """Load the configs of all candidates. For each variant, return the config that uses the first
+    candidate of every stage.
 
     Raises InputError if a config is invalid.
     """
@@ -132,7 +133,7 @@ def check_candidates(
 
 
 def hopeless_grids(study: Study) -> list[str]:
-    """Return a warning for each grid in which every value is an end (see `tables.grid_ends`)."""
+    """Return a warning for each grid whose best value is always at an end (see `grid_ends`)."""
     lines = []
     for name, variant in study.variants.items():
         grids: dict[str, set[float]] = {}
@@ -141,7 +142,7 @@ def hopeless_grids(study: Study) -> list[str]:
                 grids.setdefault(first_key(keys), set()).update(values)
         lines += [
             f"warning: the grid of {name} for {key} has only {counted(len(values), 'value')}, so "
-            "its best is at an end: the verdict will be refused"
+            "the best value is at an end and the verdict will be `refused`"
             for key, values in grids.items()
             if values == {max(values)} | {min(values)} - {0}
         ]
@@ -151,7 +152,7 @@ def hopeless_grids(study: Study) -> list[str]:
 def config_of(
     study: Study, name: str, tuned: list[str], extra: Sequence[str], stage: str = ""
 ) -> Config:
-    """Return a variant's config. Raises InputError, naming the variant, if the config is
+    """Return a variant's config. Raises an InputError that names the variant if the config is
     invalid."""
     run = run_of(study, name, tuned, 0, extra=extra)
     try:
@@ -161,8 +162,10 @@ def config_of(
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Return a variant's losses and record keys, with one entry per seed, and its losses by dataset
-    if all records contain the losses of several datasets."""
+    """Return a variant's losses and record keys, with one entry per seed.
+
+    If all records contain the losses of several datasets, the losses by dataset are included.
+    """
     line: dict[str, Any] = {
         "variant": name,
         "runs": [record.key for record in records],
@@ -177,7 +180,8 @@ def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[float, list[Run]]:
-    """Return the runs of the curve, one per seed, by share of the full length."""
+    """Return the runs of the study's curve, keyed by share of the full length. For each share,
+    there is one run per seed."""
     if study.curve is None:
         return {}
     name = study.curve.variant

@@ -147,7 +147,7 @@ def run_of(
 
 
 def tuned_settings(study: Study, root: Path) -> dict[str, list[str]]:
-    """Return the overrides that another study chose for each variant, or {} without `tuned_in`.
+    """Return the overrides that another study chose for each variant, or {} if `tuned_in` is None.
 
     `tuned_in.results` is relative to `root`. Raises DataError if the other study is incomplete,
     lacks a variant, or chose a setting at an end of its grid.

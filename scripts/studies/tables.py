@@ -16,13 +16,14 @@ from training.report.text import markdown_table
 Results = Mapping[str, Any]
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Half-width of the 95% Student's t interval in standard errors, for 2 to 10 seeds."""
+"""Half-width of the 95% Student's t interval in units of the standard error, for 2 to 10 seeds."""
 LEVEL: Final = 0.02
 """Largest difference, in nats per token, to treat as zero."""
 
 
 def half_width(seeds: int) -> float:
-    """Return the half-width of the 95% Student's t interval in standard errors, NaN for one seed.
+    """Return the half-width of the 95% Student's t interval in units of the standard error. For one
+    seed, the half-width is NaN.
 
     Above 10 seeds, use an expansion (Abramowitz and Stegun, 26.7.5) that is exact to three
     decimals.
@@ -93,8 +94,8 @@ def _check_variants(results: Results) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return all non-empty tables of a study as Markdown, each under a heading. The tables of an
-    unfinished study follow a line that says so."""
+    """Return all non-empty tables of a study as Markdown, each under a heading. If the study is
+    unfinished, the first line states this."""
     compared = comparison(results)
     tables = {
         "comparison": [comparison_cells(line) for line in records(compared)],
@@ -129,7 +130,8 @@ def trained(results: Results) -> str:
 
 
 def comparison(results: Results) -> pd.DataFrame:
-    """Return a row per variant with its loss and its difference from its reference `against`.
+    """Return a row per variant. A row contains the variant's loss, and the difference from the loss
+    of the variant named in `against`.
 
     Losses and differences are in nats per token, averaged over seeds. Differences are paired by
     seed. `error` is the standard error of a mean, and `low` and `high` are the ends of the 95%
@@ -159,7 +161,8 @@ def comparison(results: Results) -> pd.DataFrame:
 
 
 def by_dataset(results: Results) -> list[dict[str, str]]:
-    """Return the rows of the comparison for each validation dataset, if rows have such losses."""
+    """Return the rows of the comparison for each validation dataset, or [] if the results contain
+    no losses by dataset."""
     rows, lines = rows_of(results), []
     for name in rows[0].get("datasets", {}) if rows else ():
         if all(name in row.get("datasets", {}) for row in rows):
@@ -194,8 +197,9 @@ def refused(ended: Sequence[str]) -> str:
 def verdict(line: Mapping[str, Any], ended: Sequence[str]) -> str:
     """Return the verdict on a difference.
 
-    It is `higher` or `lower` if the 95% interval excludes 0, else `level` if the interval is within
-    `LEVEL` of 0, else `cannot tell`. If no verdict is possible, return the reason.
+    The verdict is `higher` or `lower` if the 95% interval excludes 0. If the interval contains 0,
+    the verdict is `level` if the whole interval is within `LEVEL` of 0, and `cannot tell`
+    otherwise. If no verdict is possible, return the reason.
     """
     if ended:
         return refused(ended)
@@ -213,7 +217,8 @@ def verdict(line: Mapping[str, Any], ended: Sequence[str]) -> str:
 def grid_ends(results: Results) -> dict[str, list[str]]:
     """Return messages, by variant, about settings chosen at an end of their grid.
 
-    There may be a better value beyond the end of the grid. A lower end of 0 does not count.
+    There may be a better value beyond the end of the grid. A chosen value of 0 at the lower end is
+    not reported.
     """
     ends: dict[str, list[str]] = {}
     for name, overrides in results.get("chosen", {}).items():
@@ -228,16 +233,18 @@ def grid_ends(results: Results) -> dict[str, list[str]]:
 
 
 def searched_keys(results: Results, name: str | None = None) -> list[str]:
-    """Return the keys in the grids of the variant `name`, or of all variants if it is None."""
+    """Return the keys in the grids of the variant `name`, or of all variants if `name` is None."""
     variants = results["variants"]
     stages = [s for n in variants if name in (None, n) for s in variants[n]["search"].values()]
     return list(dict.fromkeys(key for s in stages for key in (*s["grid"], *s["factors"])))
 
 
 def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
-    """Return a (`key` value, loss) pair for each of a variant's trials in stages that vary `key`.
+    """Return the value of `key` and the loss for each of a variant's trials in stages that vary
+    `key`.
 
-    Only the shortest trials are included, and only from first rungs, which train all candidates.
+    Later rungs are excluded, because they do not train all candidates. Of the remaining trials,
+    only the shortest are included.
     """
     stages = results["variants"][name]["search"]
     varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
@@ -300,12 +307,12 @@ def loss_by(results: Results, key: str) -> pd.DataFrame:
 
 
 def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
-    """Return, for each variant, how many tokens the curve's variant needs to reach the same loss,
-    as a fraction of a full run.
+    """For each variant, return how many tokens the baseline needs to reach the variant's loss, as a
+    fraction of a full run.
 
-    The curve of loss over log tokens is interpolated linearly; beyond the curve's ends, values are
-    NaN. The interval is the 95% interval of the variant's loss, converted to tokens using the mean
-    curve.
+    The baseline is the variant of the study's curve. The curve of loss over log tokens is
+    interpolated linearly; beyond the curve's ends, values are NaN. The interval is the 95% interval
+    of the variant's loss, converted to tokens using the mean curve.
     """
     base = results["curve"]["variant"]
     at_one = compared.loc[compared["variant"] == base, "loss"].item()
@@ -345,7 +352,7 @@ def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the formatted cells of a row of losses, with the lowest one in bold."""
+    """Return the formatted cells of a row of losses, with the lowest loss in bold."""
     figures = {key: value for key, value in line.items() if key != "variant"}
     cells = {key: number(value, ".4f") for key, value in figures.items()}
     finite = {key: value for key, value in figures.items() if not math.isnan(value)}
@@ -354,7 +361,7 @@ def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:
-    """Format a number with its standard error, or return an empty string if it is missing."""
+    """Format a number with its standard error. Return an empty string if the number is missing."""
     if value is None or math.isnan(value):
         return ""
     if error is None or math.isnan(error):

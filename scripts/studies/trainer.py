@@ -1,4 +1,4 @@
-"""Train the runs of a study that have no record, with pretrain.py and one thread per rank.
+"""Train the unrecorded runs of a study with pretrain.py, using one thread per rank.
 
 Several runs may share this node's CPUs or GPUs at a time.
 """
@@ -79,7 +79,7 @@ class Run:
 def digests(prefix: Path) -> list[str]:
     """Return the sha256 of a dataset's tokenizer and files, or [] if the files do not exist.
 
-    The tokenizer is `UNKNOWN` if no manifest lists the dataset.
+    The sha256 of the tokenizer is `UNKNOWN` if no manifest lists the dataset.
     """
     manifest = manifest_of(prefix)
     if manifest is not None:
@@ -148,7 +148,8 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 
 class RunFailedError(InputError):
-    """Raised if a run ends without a loss, other than through a nonfinite loss or gradient."""
+    """Raised if the data changes during a run, or if a run ends without a loss for any reason other
+    than a nonfinite loss or gradient."""
 
 
 class StudyTrainer:
@@ -181,7 +182,8 @@ class StudyTrainer:
             self._free.put(place)
 
     def state(self) -> str:
-        """Return the folder and last step of each run in progress, or its last output line."""
+        """Return the folder and last step of each run in progress. Before the first step, return
+        the run's last output line instead."""
         lines = []
         for log in [*self._logs]:
             text = lines_of(log) or ["starts"]
@@ -305,9 +307,12 @@ class StudyTrainer:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Return the results of a run: the final validation loss (nats per token, averaged over the
-    datasets) and the loss of each dataset, the number of training tokens, and the validation losses
-    by step. Losses that are not finite are None."""
+    """Return the results of a run: the final validation loss, the final loss of each dataset, the
+    number of training tokens, and the validation losses by step.
+
+    Validation losses are in nats per token, averaged over the datasets. Losses that are not finite
+    are None.
+    """
     metrics = read_metrics(folder)
     validated = [line for line in metrics if "val/loss" in line]
     last = validated[-1] if validated else {}

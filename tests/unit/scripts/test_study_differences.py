@@ -124,7 +124,9 @@ def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert re.search("(?s)[0-4] of 4 candidates\n.*SSO and AdamW also differ in model.init", said)
     assert "model.init.depth_scaled (False, True), " in said
-    assert "the grid of SSO for optimizer.matrix.lr has only 2 values, so its best is at" in said
+    assert (
+        "the grid of SSO for optimizer.matrix.lr has only 2 values, so the best value is at" in said
+    )
     run_study(read_study(path), tmp_path, records, [])
     table = (tmp_path / "table.md").read_text()
     assert "### also differ" in table and "| SSO | model.init.spectral | True | False |" in table
