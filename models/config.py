@@ -46,8 +46,8 @@ class InitConfig(Section):
     radius_scaler: Positive = 1.0
     """Multiplier for the radius; c in the SSO paper."""
     depth_scaled: bool = False
-    """Reduce the std of some matrices according to `depth_scaling`; must be false with `spectral`.
-    """
+    """Reduce the std of some matrices according to `depth_scaling`; must be false if `spectral` is
+    true."""
     depth_scaling: Literal["layers", "layer"] = "layers"
     """layers: divide the std of o and down by sqrt(2 * layers); layer: divide the std of o, up and
     down in layer l, counted from 0, by sqrt(2 * (l + 1)), as in the PC paper."""
@@ -158,15 +158,17 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Count | None = None
     """Context length before the extension, in tokens; null for linear."""
     low_freq_factor: Positive | None = None
-    """llama3: frequencies that rotate fewer times than this over the original length are low; null
-    for other kinds."""
+    """llama3: a frequency is low if it rotates fewer times than this number over the original
+    length; other kinds: must be null."""
     high_freq_factor: Positive | None = None
-    """llama3: frequencies that rotate more times than this over the original length are unchanged;
-    null for other kinds."""
+    """llama3: a frequency is unchanged if it rotates more times than this number over the original
+    length; other kinds: must be null."""
     beta_slow: Positive = 1.0
-    """yarn: frequencies that rotate fewer times than this over the original length are low."""
+    """yarn: a frequency is low if it rotates fewer times than this number over the original
+    length."""
     beta_fast: Positive = 32.0
-    """yarn: frequencies that rotate more times than this over the original length are unchanged."""
+    """yarn: a frequency is unchanged if it rotates more times than this number over the original
+    length."""
     truncate: bool = True
     """yarn: round the bounds of the transition between unchanged and low frequencies to whole
     dimensions."""
@@ -219,7 +221,7 @@ class ModelConfig(Section):
     vocab_multiple: Rows = 128
     """Pad embedding and head to a multiple of this many rows."""
     tie_embeddings: bool = False
-    """Also use the embedding matrix as the output head. The matrix has role embedding, so
+    """Also use the embedding matrix as the output head. The role of the matrix is `embedding`, so
     optimizer.head and init.head_std have no effect."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""

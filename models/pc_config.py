@@ -64,9 +64,10 @@ class PCConfig(Section):
     blocks: list[str] | None = None
     """Roles whose matrices are preconditioned; null = o, gate, up and down, if they exist."""
     level: PresetLevel | None = None
-    """Strength of the preset. Level 4 raises singular values above 0.3 times the largest to about
-    the largest; the threshold is 0.4 for level 3, 0.6 for level 2 and 0.8 for level 1. Level 0 is
-    the identity. null = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
+    """Strength of the preset. With level 4, each singular value above 0.3 times the largest one
+    becomes about as large as the largest one; this threshold is 0.4 for level 3, 0.6 for level 2
+    and 0.8 for level 1. Level 0 is the identity. null = the paper's choice: 4 with AdamW, 2 with a
+    spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Level overrides for some roles or layers, keyed by names of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()
@@ -86,8 +87,8 @@ class PCConfig(Section):
     gamma_weight_decay: AtLeast0 | None = None
     """Decoupled weight decay of gamma, towards 0; null = the weight decay of optimizer.scalar."""
     init_compensation: bool = False
-    """Initialise gamma so that PC(W) has the same Frobenius norm as W; false = initialise it to 1.
-    """
+    """Initialise gamma so that PC(W) and W have the same Frobenius norm; false = initialise gamma
+    to 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"
     """materialized: each matrix's owner rank computes PC(W) once per optimizer step; in_graph:
     every rank computes PC(W) in every forward pass. Both give the same results."""
