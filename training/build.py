@@ -1,5 +1,5 @@
-"""Build a run's model, optimizer and trainer from its config. To resume or rewind a run, a
-checkpoint is loaded into them."""
+"""Build a run's model, optimizer and trainer. Load a checkpoint into the trainer to resume or
+rewind the run."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -104,9 +104,9 @@ def build_trainer(
 ) -> Trainer:
     """Build the model and optimizer, and return this rank's trainer.
 
-    `weights` are the initial weights; None initializes new ones. `tasks` are the tasks on which the
-    model is evaluated during training. Monitors run every `monitor_interval` steps; None uses the
-    interval in the config.
+    `weights` are the initial weights; if None, new weights are initialized. `tasks` are the tasks
+    on which the model is evaluated during training. Monitors run every `monitor_interval` steps; if
+    None, the interval in the config is used.
     """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
@@ -123,11 +123,12 @@ def build_trainer(
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """Load a checkpoint saved on any layout, and check that all weight replicas are identical. If
-    the data mixture has changed, the progress starts a new phase.
+    """Load a checkpoint, which may have been saved on any layout, and check that all weight
+    replicas are identical. If the data mixture has changed, start a new data phase.
 
-    Raises ResumeError if the checkpoint does not match the model, or if the mixture has changed and
-    the checkpoint has no per-set counts. Raises DisagreementError if weight replicas differ.
+    Raises ResumeError if the checkpoint does not match the model. Also raises ResumeError if the
+    mixture has changed, but the checkpoint does not contain the number of samples read from each
+    set. Raises DisagreementError if weight replicas differ.
     """
     rng, meta = info.path / RNG, info.path / META
     with refusing(rng, Exception):  # a corrupt file may raise any exception
@@ -177,9 +178,9 @@ def rewind(
     """Rewind to the last checkpoint before the skipped steps in `error`, and leave out the samples
     of these steps.
 
-    Collective. `log` is None on all ranks but rank 0. Return True after rewinding. If there is no
-    such checkpoint, or the run has already been rewound `spikes.rewinds` times, change nothing and
-    return False.
+    Collective. `log` is None on every rank except rank 0. Return True after rewinding. If there is
+    no such checkpoint, or the run has already been rewound `spikes.rewinds` times, change nothing
+    and return False.
     """
     lifecycle.wait()  # if the run ends here, a save in progress may be its newest checkpoint
     run_dir = trainer.config.run.dir

@@ -92,7 +92,7 @@ def check_launched() -> None:
 
 
 def check_single() -> None:
-    """Raise ConfigError if a launcher that does not set ranks started several processes, because
+    """Raise ConfigError if srun or mpirun has started several processes without setting WORLD_SIZE:
     each process would train its own run."""
     for name, launcher in {} if "WORLD_SIZE" in os.environ else PROCESS_COUNTS.items():
         count = os.environ.get(name, "")

@@ -60,14 +60,14 @@ UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 
 
 def read_checkpoint(path: str | Path) -> CheckpointInfo:
-    """Return the checkpoint in a step folder, or the newest complete one in a run folder.
+    """Return the checkpoint in a step folder, or the newest complete checkpoint in a run folder.
 
-    Checks that the checkpoint is complete and that all files have their recorded sizes. To verify
-    file hashes, use `problems`. Requires no process group.
+    Checks that the checkpoint is complete and that all files have their recorded sizes. Call
+    `problems` to verify the hashes of the files. Requires no process group.
 
-    In a run folder, broken checkpoints newer than the returned one only cause a warning. Raises
-    BrokenCheckpointError if `path` is the step folder of a broken checkpoint, and ResumeError if
-    `path` does not exist or contains no complete checkpoint.
+    If `path` is a run folder, broken checkpoints that are newer than the returned checkpoint only
+    cause warnings. Raises BrokenCheckpointError if `path` is the step folder of a broken
+    checkpoint, and ResumeError if `path` does not exist or contains no complete checkpoint.
     """
     path = Path(path)
     if not (path / FOLDER).is_dir():
@@ -113,8 +113,8 @@ def step_folder(run_dir: str | Path, step: int) -> Path:
 def _complete(path: Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder.
 
-    Raises BrokenCheckpointError if it is incomplete, and ResumeError if its format version is not
-    `FORMAT`.
+    Raises BrokenCheckpointError if the checkpoint is incomplete, and ResumeError if its format
+    version is not `FORMAT`.
     """
     try:
         content = read_regular(path / META)
@@ -158,7 +158,7 @@ def _complete(path: Path) -> CheckpointInfo:
 
 
 def check_name(path: Path, step: int) -> None:
-    """Raise BrokenCheckpointError if the folder is named like the checkpoint of another step."""
+    """Raise BrokenCheckpointError if the name of the folder contains a step other than `step`."""
     named = STEP.fullmatch(path.name)
     if named is not None and int(named[1]) != step:
         raise BrokenCheckpointError(
@@ -295,7 +295,8 @@ def quarantine(folder: Path) -> Path:
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return the steps whose checkpoints `retire` removes, given all `steps` in ascending order."""
+    """Return the steps of the checkpoints that `retire` removes. `steps` contains the steps of all
+    complete checkpoints, in ascending order."""
     older = [] if keep_last is None else steps[:-keep_last]
     return [step for step in older if keep_every is None or step % keep_every]
 
@@ -305,8 +306,8 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
 
     Keeps the `keep_last` newest complete checkpoints (None keeps all). If `keep_every` is given,
     also keeps complete checkpoints whose step is a multiple of `keep_every`. Never removes broken
-    checkpoints. Leftovers of an interrupted call are removed first. A folder that cannot be removed
-    does not stop the removal of the others; its OSError is raised at the end.
+    checkpoints. Leftovers of an interrupted call are removed first. If a folder cannot be removed,
+    all other folders are still removed before the OSError is raised.
     """
     leftovers = [*(Path(run_dir) / FOLDER).glob(".removing-*")]
     whole: list[int] = []

@@ -33,8 +33,8 @@ OFF_RADIUS = 0.05
 
 
 class InitialWeights:
-    """Units and buffers of a config's model, read from a checkpoint. The checkpoint's layout and
-    split into units may differ from the config's."""
+    """Units and buffers of a config's model, read from a checkpoint. The checkpoint may have been
+    saved with a different layout and a different split into units."""
 
     def __init__(
         self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool
@@ -69,8 +69,8 @@ class InitialWeights:
 
 
 def rescaling_warning(found: Collection[tuple[str, float]]) -> str | None:
-    """Return a warning if rules rescale initial weights to their radius. `found` contains the rule
-    name and the factor of each matrix that is rescaled."""
+    """Return a warning if the first step rescales initial weights to the radius of their update
+    rule. `found` contains the rule name and the factor of each matrix that is rescaled."""
     changed = [(rule, factor) for rule, factor in found if abs(factor - 1) > OFF_RADIUS]
     if not changed:
         return None
@@ -86,12 +86,13 @@ def rescaling_warning(found: Collection[tuple[str, float]]) -> str | None:
 def initial_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> InitialWeights | None:
-    """Return the weights from `checkpoint.initialize_from`, or None if it is null. Collective.
+    """Return the weights from `checkpoint.initialize_from`, or None if this setting is null.
+    Collective.
 
     `file` is the data's tokenizer.json, and `tokenizer` is its sha256; both are None if unknown.
     Rank 0 chooses the checkpoint for all ranks, because the source run might be saving a newer one.
     Raises BrokenCheckpointError if the checkpoint cannot be read. Raises ResumeError if there is no
-    checkpoint, or if its model or tokenizer does not match.
+    checkpoint, or if the checkpoint's model or tokenizer does not match that of the run.
     """
     if config.checkpoint.initialize_from is None:
         return None
@@ -104,10 +105,10 @@ def initial_weights(
 def chosen_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> tuple[CheckpointInfo, str, bool]:
-    """Return the checkpoint that `checkpoint.initialize_from` refers to, the sha256 of the
-    checkpoint's meta.json, and whether both tokenizers are known. `checkpoint.initialize_from` must
-    not be null. For arguments and errors, see `initial_weights`. Models are not compared if the
-    vocabulary size is unknown."""
+    """Return the checkpoint at `checkpoint.initialize_from`, the sha256 of the checkpoint's
+    meta.json, and a flag. The flag is True if the tokenizers of both the checkpoint and the data
+    are known. `checkpoint.initialize_from` must not be null. For arguments and errors, see
+    `initial_weights`. Models are not compared if the vocabulary size is unknown."""
     assert config.checkpoint.initialize_from is not None
     try:
         info = read_checkpoint(config.checkpoint.initialize_from)
@@ -148,8 +149,8 @@ def chosen_weights(
 
 
 def unsuitable_data(config: Config, info: CheckpointInfo) -> str | None:
-    """Return why the tokenizer of the config's data does not suit the model in a checkpoint; None
-    if the tokenizer suits the model, or if there is no tokenizer to compare."""
+    """Return the reason why the data's tokenizer does not suit the model in a checkpoint. Return
+    None if the tokenizer is suitable or cannot be compared."""
     ids, rows = data_vocabulary(config), info.config.model.vocab_size
     if ids is not None and rows is not None and ids > rows:
         return f"the data's tokenizer has {ids:,} token ids, but the model has {rows:,}"

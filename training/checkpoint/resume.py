@@ -1,5 +1,5 @@
-"""Choose the checkpoint to resume from, and compare identities. An identity holds the facts about
-a run that must match the checkpoint when the run resumes."""
+"""Choose the checkpoint to resume from, and compare the identities of the saved and the resumed
+run. A run's identity contains the facts that must not change when the run resumes."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,8 +40,8 @@ OF_STATE: Final = {
 """Keys that, together with the update rules of groups and roles, determine the names and dtypes of
 all checkpoint tensors other than weights."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
-"""Keys in section `train` that affect results. `steps` is not included, because it belongs to kind
-`schedule`."""
+"""Keys in section `train` that affect results. `steps` is not included, because `steps` is part of
+the kind `schedule`."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
 """Keys in section `model` that only select an implementation, so that they affect nothing but
 rounding."""
@@ -74,9 +74,9 @@ class Change(NamedTuple):
 def identity(config: Config, facts: Identity) -> Identity:
     """Return the facts that must not change when a run resumes, grouped by kind.
 
-    `facts` is the result of `data_facts`: the kinds `data` and `tokenizer`. Layout, micro-batches,
-    backends, paths, logging, validation and `train.exit_step` are not part of the identity, because
-    they do not affect results.
+    `facts` contains the facts of the kinds `data` and `tokenizer`, as returned by `data_facts`.
+    Layout, micro-batches, backends, paths, logging, validation and `train.exit_step` are not part
+    of the identity, because they do not affect results.
     """
     kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
     # If `after_share` or `with_decay` sets the start of a phase, changes in other sections may move
@@ -88,9 +88,9 @@ def identity(config: Config, facts: Identity) -> Identity:
 def saved_identity(info: CheckpointInfo) -> Identity:
     """Return the identity of the run that saved a checkpoint.
 
-    Settings are read from the checkpoint's config. Keys missing from the config of an earlier
-    version take their defaults, and renamed keys are compared under their current names. Raises
-    BrokenCheckpointError if the config file has changed since it was written.
+    Settings are read from the checkpoint's config. If the config was saved by an earlier version,
+    missing keys are set to their defaults, and renamed keys are compared under their current names.
+    Raises BrokenCheckpointError if the config file has changed since it was written.
     """
     return identity(info.config, info.meta["identity"])
 
@@ -101,9 +101,9 @@ def data_facts(
     validation: Iterable[ValidationData],
     manifest: Manifest | None,
 ) -> Identity:
-    """Return the kinds `data` and `tokenizer` of a run's identity. `data` holds the facts that
-    determine the tokens of training samples and validation sets. `tokenizer` is the tokenizer's
-    sha256, or None if unknown."""
+    """Return the facts of the kinds `data` and `tokenizer` in a run's identity. The facts of kind
+    `data` determine the tokens of training samples and validation sets. The only fact of kind
+    `tokenizer` is the tokenizer's sha256, or None if the sha256 is unknown."""
     facts: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     for each in data.all_sets:
         facts[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
@@ -129,15 +129,16 @@ def data_facts(
 
 
 def contents_of(facts: Identity) -> dict[str, str | None]:
-    """Return the hashes of all sets and the tokenizer from `facts`, the result of `data_facts`. The
-    keys are `NAME` for a training set, `validation.NAME` for a validation set, and `tokenizer`."""
+    """Return the hash of each token set and of the tokenizer. `facts` is the result of
+    `data_facts`. The keys of the returned mapping are `NAME` for a training set, `validation.NAME`
+    for a validation set, and `tokenizer`."""
     end = ".content"
     sets = {k.removesuffix(end): v for k, v in facts["data"].items() if k.endswith(end)}
     return sets | {"tokenizer": facts["tokenizer"]["sha256"]}
 
 
 def settings(config: Config) -> Identity:
-    """Return the kinds of a run's identity that depend on the config alone."""
+    """Return the facts in a run's identity that depend only on the config."""
     units = all_units(config.model)
     model = model_facts(config.model)
     model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
@@ -159,8 +160,8 @@ def settings(config: Config) -> Identity:
 
 
 def model_facts(model: ModelConfig) -> dict[str, Any]:
-    """Return the model settings that affect results, by dotted key. Null sizes are replaced by the
-    sizes in use."""
+    """Return the model settings that affect results, keyed by dotted name. A size that is null in
+    the config is replaced by the model's actual size."""
     scalar = model.query_pre_attn_scalar
     sizes = {
         "kv_heads": model.query_groups,
@@ -188,9 +189,10 @@ def announced(
 ) -> list[str]:
     """Return a message for each accepted change since the checkpoint that affects metrics.
 
-    The messages cover changes of allowed kinds and the resulting change of the learning rate;
-    changes of validation, tasks and spike detection; and changes that affect rounding or speed:
-    layout, micro-batch, implementations, and the software and device in `machine`.
+    A message is returned for each changed fact of an allowed kind, and for the resulting change of
+    the learning rate. Changes of validation sets, tasks and spike detection are also reported.
+    Changes of the layout, the micro-batch size, implementations, and the software and device in
+    `machine` are reported because they affect rounding or speed.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -212,8 +214,8 @@ def announced(
 
 
 def _other_settings(config: Config) -> dict[str, Any]:
-    """Return the settings outside the identity that affect metrics, and the path of the initial
-    weights, which a resumed run does not load again."""
+    """Return the settings that affect metrics but are not part of the identity. Also return the
+    path of the initial weights: a resumed run does not load the initial weights again."""
     values = dict(flat({"model": asdict(config.model), "train": asdict(config.train)}))
     rounding = {key: values[key] for key in ROUNDING if key in values}
     rounding["run.deterministic"] = config.run.deterministic
@@ -232,12 +234,13 @@ def _other_settings(config: Config) -> dict[str, Any]:
 def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return copies of both mappings without the optional facts that only one of them contains.
+    """Return copies of both mappings. An optional fact is omitted if it is missing from either
+    mapping.
 
     Validation sets and tasks may be added or removed. Only sets with a manifest have a sha256, and
     only large sets without a manifest have a modification time. If only one of the runs uses a
-    rule, the settings of this rule are optional, because the change of rule in the group or role is
-    reported anyway.
+    rule, the settings of this rule are optional, because the change of rule is already reported for
+    the group or role.
     """
     optional = {
         key

@@ -151,12 +151,12 @@ class Saver:
         return True
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
-        """Wait for a save in progress to complete, and up to `SLOW` seconds for old checkpoints to
-        be removed.
+        """Wait for a save in progress to complete. Then wait up to `SLOW` seconds for the removal
+        of old checkpoints.
 
         `failed_anywhere` takes a bool and returns whether it is True on any rank. `beat` is called
-        periodically, but not after `SLOW` seconds, because the disk may never answer. Raises
-        CheckpointError if the save fails.
+        periodically during the first `SLOW` seconds only, so that the watchdog can detect a stuck
+        disk. Raises CheckpointError if the save fails.
         """
         while self._pending is not None:
             began, next_warning = time.monotonic(), SLOW
@@ -188,10 +188,10 @@ class Saver:
         print(f"warning: rank {self.groups.rank}: {text}; {where}", flush=True)
 
     def advance(self) -> None:
-        """Continue a save. Call this once all ranks have finished their parts.
+        """Continue a save. Call this once every rank has finished its part of the save.
 
-        After all tensors have been written, rank 0 seals the checkpoint and then removes old
-        checkpoints; training continues meanwhile.
+        After all tensors have been written, rank 0 seals the checkpoint and removes old checkpoints
+        in the background.
         """
         assert self._pending is not None
         if not self._gathered:
@@ -237,10 +237,10 @@ class Saver:
     def fail(self) -> None:
         """Retry a failed save on every rank, with the same state.
 
-        After the last attempt, raises CheckpointError with the problems of all ranks. A state with
-        non-finite values is not saved again. Such a save is dropped with a warning, up to
-        `REFUSALS - 1` consecutive times, because the guard against bad losses may still rewind the
-        run to an earlier step.
+        After the last attempt, raises CheckpointError with the problems of all ranks. If the state
+        contains non-finite values, the save is not retried but dropped with a warning: the guard
+        against bad losses may still rewind the run to an earlier step. The `REFUSALS`-th
+        consecutive dropped save raises CheckpointError.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending

@@ -270,7 +270,8 @@ class CheckpointWeights:
         self._units = grouped(units, lambda unit: unit.parameter)
 
     def layouts(self) -> dict[str, tuple[int, ...]]:
-        """Return, for each parameter, the shape `view_shape` in which its units view it.
+        """Map the name of each parameter to `view_shape`, the shape to which the parameter is
+        reshaped before it is split into units.
 
         Flattening all axes but the last gives the parameter's shape.
         """
@@ -284,8 +285,8 @@ class CheckpointWeights:
     def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
         """Return the full parameter `name` in float32, with shape `layout`.
 
-        Raises BrokenCheckpointError if a unit of the parameter is missing or its shape does not
-        match.
+        Raises BrokenCheckpointError if a unit of the parameter is missing, or if the shape of a
+        unit does not match.
         """
         whole = torch.empty(layout, dtype=torch.float32)
         units = self._units[name]
@@ -311,8 +312,8 @@ class CheckpointWeights:
         return self._stored.read([key])[key].float().reshape(unit.shape)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the module buffer `name`, or zeros of shape `shape` if the checkpoint does not
-        contain the buffer (as may be the case for an expert bias)."""
+        """Return the module buffer `name`, or zeros `[*shape]` if the checkpoint does not contain
+        the buffer. An expert bias may be missing from the checkpoint."""
         key = f"buffer/{name}"
         if key not in self._stored:
             return torch.zeros(shape)

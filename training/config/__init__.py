@@ -1,8 +1,8 @@
 """The run config, read from YAML into frozen dataclasses. All problems are reported at once.
 
-schema.py, data.py, schedule.py and optimizer_section.py define the sections, and checks.py the
+schema.py, data.py, schedule.py and optimizer_section.py define the sections. checks.py defines the
 cross-section checks. yaml_files.py and binding.py read YAML. manual.py generates
-docs/configuration.md. Nothing here depends on megatron-core. Start with schema.py.
+docs/configuration.md. Nothing in this folder depends on megatron-core. Read schema.py first.
 """
 
 from collections.abc import Sequence
@@ -38,10 +38,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_saved_config(path: str | Path) -> Config:
     """Load the config written to `path` by `to_yaml` of this or an earlier version.
 
-    Missing keys take their defaults. Only keys, types and bounds are checked, so that checks added
-    in later versions do not make old checkpoints unreadable. Raises MissingRuleError if a rule used
-    by the run is not installed, and InvalidConfigError if the file is not a run config or contains
-    unknown keys.
+    Missing keys are set to their defaults. Only keys, types and bounds are checked, so that checks
+    added in later versions do not make old checkpoints unreadable. Raises MissingRuleError if a
+    rule used by the run is not installed, and InvalidConfigError if the file is not a run config or
+    contains unknown keys.
     """
     content = read_saved(Path(path))
     match content:  # `storage` is obsolete and never affected results
@@ -51,8 +51,8 @@ def load_saved_config(path: str | Path) -> Config:
 
 
 def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> None:
-    """Check that `config` is valid and can resume after `step` steps and `tokens` tokens on
-    `world_size` ranks.
+    """Check `config` for a run that resumes after `step` steps and `tokens` tokens on `world_size`
+    ranks.
 
     Raises InvalidConfigError, whose `problems` lists every problem found.
     """
@@ -61,5 +61,6 @@ def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> No
 
 
 def to_yaml(config: Config) -> str:
-    """Serialize `config` to YAML, including all defaults. Loading it back gives an equal config."""
+    """Serialize `config` to YAML, including all defaults. Loading the YAML gives an equal
+    config."""
     return to_text(asdict(config))

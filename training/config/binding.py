@@ -41,8 +41,8 @@ BOUNDS: Final = {
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Maps common names of rules to Spectrain's names for them, which look too different to be found
-by `closest`."""
+"""Maps common names of rules to the names used by Spectrain, if the two names are too different for
+`closest`."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
@@ -67,8 +67,8 @@ def bind(
 ) -> T:
     """Bind `mapping` to a section of type `kind`.
 
-    If `check` is false, only keys, types and bounds are checked; cross-field checks and `between`
-    are skipped. Raises InvalidConfigError with all problems.
+    If `check` is false, only keys, types and bounds are checked; cross-field checks and the checks
+    in `between` are skipped. Raises InvalidConfigError with all problems.
     """
     text = json.dumps(mapping, default=str)
     lines: list[str] = []
@@ -185,7 +185,8 @@ def _missing(kind: Any, path: str) -> Iterator[str]:
 
 
 def key_at(root: type, loc: Loc) -> tuple[str, Any]:
-    """Return the dotted path and the annotation at pydantic's `loc`."""
+    """Return the dotted path and the annotation of the value at `loc`, a location reported by
+    pydantic."""
     path, kind = "", cast(Any, root)
     for part in loc:
         kind = member(kind, part)
@@ -194,7 +195,8 @@ def key_at(root: type, loc: Loc) -> tuple[str, Any]:
 
 
 def member(kind: Any, key: int | str) -> Any:
-    """Return the annotation of a key or index of `kind`, or None if there is no such member."""
+    """Return the annotation of the member `key` of `kind`, or None if there is no such member.
+    `key` is a name or an index."""
     section = without_null(kind)
     index, origins = (0, (list, tuple)) if isinstance(key, int) else (1, (dict,))
     if get_origin(section) in origins:
@@ -217,7 +219,8 @@ def allowed_values(kind: Any) -> str:
 
 
 def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and annotation of each leaf of a section; NAME stands for a key."""
+    """Yield the dotted path and annotation of each leaf of a section. In a path, NAME stands for
+    any key of a mapping."""
     for name, inner in types_of(kind).items():
         inner, suffix = one_section(inner)
         full = join(path, name) + suffix
@@ -228,8 +231,9 @@ def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def one_section(kind: Any) -> tuple[Any, str]:
-    """If `kind` is a dict or list of sections, return the annotation of one section and its path
-    suffix, `.NAME` or `[N]`. Return any other annotation unchanged, with suffix "".
+    """If `kind` is a dict of sections, return the annotation of one section and the path suffix
+    `.NAME`. For a list of sections, the suffix is `[N]`. Return any other annotation unchanged,
+    with the suffix "".
     """
     args = get_args(kind)
     if get_origin(kind) is dict:
@@ -238,8 +242,8 @@ def one_section(kind: Any) -> tuple[Any, str]:
 
 
 def types_of(kind: Any) -> dict[str, Any]:
-    """Return the annotation of each field of a section, which may be nullable. Return {} for any
-    other type."""
+    """Map each field of the section `kind` to its annotation. `kind` may be nullable. Return {} if
+    `kind` is not a section."""
     section = without_null(kind)
     if not is_dataclass(section):
         return {}

@@ -1,6 +1,6 @@
 """Cross-section checks of a config. Checks within a section are methods of that section.
 
-Start with `BETWEEN`, the checks that do not depend on the world size.
+`BETWEEN` lists the checks that do not depend on the world size.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,13 +20,15 @@ NOT_IN_A_LAYER: Final = ("embedding", "head", "gain", "bias")
 
 
 def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator[Check]:
-    """Check that each of the `roles` in `key` is one of `options`."""
+    """Check that each role in `roles` is one of `options`. `key` is the config key that contains
+    the roles."""
     for role in roles:
         yield key, role not in options, f"must name {one_of(role, options)}"
 
 
 def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Check:
-    """Check that `size`, the value of `key`, is divisible by the product of the axis sizes."""
+    """Check that `size` is divisible by the product of the axis sizes. `key` is the config key of
+    `size`."""
     sizes = [getattr(parallel, axis) for axis in axes]
     product = " * ".join(axes), " * ".join(map(str, sizes)), str(prod(sizes))
     divisor = " = ".join(dict.fromkeys(product))
@@ -34,7 +36,7 @@ def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Chec
 
 
 def model_checks(config: Config) -> Iterator[Check]:
-    """Check the model settings against its family."""
+    """Check the model settings against the rules of the model's family."""
     for key, wrong, rule in family_checks(config.model):
         yield f"model.{key}", wrong, rule
 
@@ -119,7 +121,7 @@ def phase_checks(config: Config) -> Iterator[Check]:
 
 
 def pc_checks(config: Config) -> Iterator[Check]:
-    """Check the PC layers against other sections."""
+    """Check that the settings of PC layers are compatible with other sections."""
     pc, model = config.pc, config.model
     if pc is None:
         return
@@ -147,7 +149,7 @@ def _owners(config: Config, reason: str) -> Check:
 
 
 def penalty_checks(config: Config) -> Iterator[Check]:
-    """Check the Gram penalty against other sections."""
+    """Check that the settings of the Gram penalty are compatible with other sections."""
     section, pc = config.gram_penalty, config.pc
     if section is None:
         return
@@ -267,7 +269,7 @@ def divisors(number: int) -> list[int]:
 
 def _nearest(legal: list[int], number: int) -> list[int]:
     """Return the neighbours of `number` in the ascending list `legal`: the largest element that is
-    at most `number`, and the smallest that is at least `number`."""
+    at most `number`, and the smallest element that is at least `number`."""
     below = [each for each in legal if each <= number][-1:]
     above = [each for each in legal if each >= number][:1]
     return sorted({*below, *above})

@@ -159,7 +159,8 @@ class TasksConfig(Section):
     """Evaluate the tasks every this many steps and after the last step; 0 = only after the last
     step."""
     examples: Count | None = None
-    """Number of examples to score per task, taken from the start of its file; null = all."""
+    """Number of examples to score per task, taken from the start of the task's file; null = all
+    examples."""
 
     def checks(self) -> Iterator[Check]:
         """Check the tasks' names and file paths."""

@@ -115,7 +115,7 @@ def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]
 def settings_of_unused_rules(config: Config) -> Iterator[str]:
     """Yield the keys of non-default settings for rules that no role uses.
 
-    Base configs contain such settings because recipes built on them use different rules.
+    Base configs contain such settings because the recipes that inherit them use different rules.
     """
     optimizer = config.optimizer
     used = {optimizer.settings_for(role).rule for role in optimizer.roles}

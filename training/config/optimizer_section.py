@@ -20,8 +20,8 @@ GROUPS: Final[tuple[Group, ...]] = get_args(Group)
 as a metric under the group's name."""
 
 ROUTERS: Final = ("router", "shared_router")
-"""Roles of router matrices. The default rule for routers is AdamW, although SSO's published code
-uses SSO for them."""
+"""Roles of router matrices. The default rule for routers is AdamW, although the published code of
+SSO uses SSO for routers."""
 
 
 def groups_of(model: ModelConfig) -> list[Group]:
@@ -88,9 +88,9 @@ class RoleConfig(Section):
     rule: RuleName | None = None
     """Update rule; null = the group's rule, or adamw for routers."""
     lr: AtLeast0 | None = None
-    """Peak learning rate; null = the group's."""
+    """Peak learning rate; null = the group's peak learning rate."""
     weight_decay: AtLeast0 | None = None
-    """Decoupled weight decay; null = the group's."""
+    """Decoupled weight decay; null = the group's weight decay."""
     radius_scaler: Positive | None = None
     """Multiplier for the radius of updates and initial weights; null = the rule's radius_scaler for
     updates, and model.init.radius_scaler for initial weights."""
@@ -103,9 +103,9 @@ class DistributedConfig(Section):
     """
 
     placement: Strategy = "auto"
-    """Assignment of matrices to owner ranks. ping_pong: deal out matrices by ascending size to
-    ranks in ascending, then descending order, as in the SSO paper; auto: balance the load and
-    minimize communication."""
+    """Assignment of matrices to owner ranks. ping_pong: sort matrices by ascending size, and deal
+    them out to ranks in ascending, then descending order, as in the SSO paper; auto: balance the
+    load and minimize communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
     """How to update matrices split by tensor parallelism. owner: one rank updates the whole matrix;
     shardwise: each rank updates its shard as if it were a whole matrix, which changes the result.
@@ -163,7 +163,7 @@ class OptimizerConfig(Section):
     def settings_for(self, role: str) -> GroupConfig:
         """Return the settings for `role`: its group's settings with the role's overrides applied.
 
-        Routers are in group `matrix`, but default to adamw.
+        Routers are in the group `matrix`, but their default rule is adamw.
         """
         group: GroupConfig = getattr(self, group_of(role))
         default = {"rule": "adamw"} if role in ROUTERS else {}
@@ -172,17 +172,17 @@ class OptimizerConfig(Section):
         return replace(group, **default | values)
 
     def rule(self, name: str) -> Rule:
-        """Return rule `name` as configured."""
+        """Return the rule `name` with its configured settings."""
         rule: Rule = getattr(self.rules, name)
         return rule
 
     def radius_scalers(self) -> dict[str, float]:
-        """Return the radius scalers that `roles` sets, keyed by role."""
+        """Return the radius scalers set in the section `roles`, keyed by role."""
         scalers = {role: overrides.radius_scaler for role, overrides in self.roles.items()}
         return {role: scaler for role, scaler in scalers.items() if scaler is not None}
 
     def checks(self) -> Iterator[Check]:
-        """Check the group and role settings against their rules."""
+        """Check the settings of each group and role against the requirements of its update rule."""
         for role in ("gain", "bias") if "bias" in self.roles else ("gain",):
             rule = self.settings_for(role).rule
             key = f"roles.{role}.rule" if role in self.roles else "scalar.rule"
@@ -234,7 +234,7 @@ def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
 def group_of(role: str) -> Group:
     """Return the parameter group of `role`.
 
-    All roles other than the embedding, the output head and vectors are in group `matrix`.
+    All roles other than the embedding, the output head and vectors are in the group `matrix`.
     """
     if role in ("gain", "bias", "gamma"):
         return "scalar"

@@ -190,7 +190,7 @@ class ScheduleConfig(Section):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd (warmup-stable-decay) stays constant, then decays linearly."""
     unit: Literal["steps", "tokens"] = "steps"
-    """Unit in which warm-up and decay are measured. With tokens, a batch of `train.global_batch`
+    """Unit in which warm-up and decay are measured. With `tokens`, a batch of `train.global_batch`
     sequences counts as one step, and a smaller batch in `train.batch_ramp` counts as a fraction of
     a step."""
     warmup_steps: Whole = 0
@@ -198,16 +198,16 @@ class ScheduleConfig(Section):
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Final learning rate as a fraction of the peak; not used if `kind` is constant."""
     cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Final fraction of the run over which wsd decays."""
+    """Length of the final decay of wsd, as a fraction of the run."""
 
     def length(self, train: TrainConfig) -> float:
-        """Return the length of the run in steps or, with unit tokens, in full batches of
-        `train.global_batch`."""
+        """Return the length of the run in steps or, if `unit` is `tokens`, in full batches of
+        `train.global_batch` sequences."""
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:
-        """Return the number of steps over which wsd decays in a run of `total_steps`, rounded to an
-        integer and capped at `total_steps`."""
+        """Return the length of wsd's final decay in steps, rounded to an integer. `total_steps`,
+        the length of the run, is the upper limit."""
         return min(round(self.cooldown_fraction * total_steps), total_steps)
 
     def decay_start(self, train: TrainConfig) -> int:
@@ -236,14 +236,15 @@ def step_factor(step: int, tokens: int, train: TrainConfig, schedule: ScheduleCo
 def learning_rate_factor(
     step: float, total_steps: float, schedule: ScheduleConfig, size: float = 1.0
 ) -> float:
-    """Return the learning-rate factor at step `step`, counted from 0, of a run of `total_steps`.
+    """Return the learning-rate factor at step `step` (counted from 0) of a run of `total_steps`
+    steps.
 
-    A smaller batch in a batch ramp counts as a fraction `size` of a step, so `step` may be
-    fractional.
+    If `schedule.unit` is `tokens`, a smaller batch in a batch ramp counts as `size` steps, where
+    `size` is below 1. `step` may therefore be fractional.
 
     The warm-up factor is (step + 1) / warmup_steps, so it is never 0 and reaches 1 at the last
     warm-up step. Decay starts from 1 at step warmup_steps and reaches `min_ratio` at step
-    total_steps, one step past the last step of the run; from there on the factor is constant. The
+    total_steps, one step past the last step of the run. After that, the factor is constant. The
     decay matches torch's CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps.
     """
     if step < schedule.warmup_steps:

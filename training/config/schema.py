@@ -1,7 +1,8 @@
 """The run config and its sections. The docstring under each field is its entry in
 docs/configuration.md. Each section validates itself in its `checks` method; cross-section checks
 are in checks.py. The data sections are defined in data.py, `train` and `schedule` in schedule.py,
-`optimizer` in optimizer_section.py, and `model` in models/. Start with Config, at the end.
+`optimizer` in optimizer_section.py, and `model` in models/. Config, the last class in this file,
+contains all sections.
 """
 
 from collections.abc import Iterator
@@ -38,13 +39,14 @@ class RunConfig(Section):
     """Folder to which the run writes all of its output."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on. cuda: one GPU per rank; cpu: no GPU; auto: cuda if the machine has GPUs,
-    else cpu. If CUDA fails to initialize on a machine with GPUs, auto raises an error."""
+    else cpu. If CUDA fails to initialize on a machine with GPUs, the run exits with an error."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, which slows down the attention backward pass. Operations
     without a deterministic kernel are listed in a warning."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the run name, which is often part of `dir`, and the folder path."""
+        """Check the run name and the folder path. The run name is often part of `dir`, so it must
+        be a valid path."""
         bad = {"", ".", ".."}.intersection(part.strip() for part in self.name.split("/"))
         rule = (
             "must consist of names other than '.' and '..', separated by '/', without control "
@@ -80,7 +82,7 @@ class CheckpointConfig(Section):
     """Number of most recent checkpoints to keep; null keeps all."""
     keep_every: Count | None = None
     """Also keep every checkpoint whose step is a multiple of this number; null keeps only the most
-    recent ones."""
+    recent checkpoints."""
     allow_change: tuple[Kind, ...] = ()
     """Kinds of settings that may change when the run resumes from a checkpoint; any other mismatch
     is an error. `tokenizer` also lets `initialize_from` load weights trained with another
@@ -183,7 +185,8 @@ class ParallelConfig(Section):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether sequence parallelism is enabled, with null resolved."""
+        """Whether sequence parallelism is enabled. If `sequence` is null, the value depends on
+        `tensor`."""
         return self.tensor > 1 if self.sequence is None else self.sequence
 
     @property
@@ -265,24 +268,24 @@ class MonitorsConfig(Section):
 
     interval: Whole | None = None
     """Run the monitors every this many steps; 0 disables them. null = 100 on CPU; on GPUs, the
-    smallest multiple of 100 for which their overhead, estimated by the plan, is at most 1% of the
-    run time."""
+    smallest multiple of 100 for which the plan estimates an overhead of at most 1% of the run
+    time."""
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
     """Metric groups to compute in addition to the rules' own metrics. noise and spectra are off by
     default: noise stores the gradients of `noise_samples` micro-batches and the weights of
-    `noise_samples` steps; spectra computes the singular values of momentum and updates, which is as
-    expensive as for the weights."""
+    `noise_samples` steps; spectra computes the singular values of momentum and updates, which costs
+    as much as computing those of the weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """Per-rank memory limit, in GiB, for the Gram matrices of activations; if they exceed it, each
-    monitored step measures a different subset of the layers, in rotation."""
+    """Per-rank memory limit, in GiB, for the Gram matrices of activations; if the matrices exceed
+    this limit, each monitored step measures a different subset of the layers, in rotation."""
     inspection_gib: Positive = 4.0
     """Per-rank memory limit, in GiB, for gathered matrices, which are inspected in groups of up to
     this size. A larger matrix is inspected on its own."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
     """Number of samples per noise metric: for gradients, the first micro-batches of a monitored
-    step; for updates, the most recent steps, including the monitored one."""
+    step; for updates, the most recent steps, including the monitored step."""
 
 
 class Config(Section):
@@ -342,7 +345,8 @@ LARGE_WIDTH: Final = 1024
 def with_paper_choices(config: Config) -> Config:
     """Replace nulls in `pc` and `gram_penalty` with the papers' choices.
 
-    The run's saved config thus records these choices. A PC level that has no effect is set to null.
+    The saved config of the run contains these choices. A PC level that has no effect is set to
+    null.
     """
     pc, penalty, optimizer = config.pc, config.gram_penalty, config.optimizer
     if pc is not None:

@@ -37,11 +37,11 @@ ENVIRONMENT_KEYS: Final = ("run.dir", "data.tokenizer", "data.*.path", "checkpoi
 LARGEST: Final = 1 << 18
 """Maximum size of a config file, in bytes."""
 MOST_VALUES: Final = 100_000
-"""Maximum number of values in a config file; each use of an alias counts all values it refers
-to."""
+"""Maximum number of values in a config file. The values in an alias count again each time the alias
+is used."""
 MOST_FILES: Final = 64
-"""Maximum number of files in a config; a base shared by several files counts once for each of
-them."""
+"""Maximum number of files in a config. If several files share a base, the base counts once per
+file."""
 
 _RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
 _OLD_NUMBER: Final = re.compile(
@@ -154,16 +154,17 @@ def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
 
 
 def check_not_read(path: Path, option: str, output: Path) -> None:
-    """Raise InvalidConfigError if `output`, given by `option`, is `path` or one of its bases."""
+    """Raise InvalidConfigError if the file `output` is `path` or one of its bases. `option` is the
+    command-line option that sets `output`."""
     if real_path(output) in (file for file, _ in _files(path)):
         rule = "must not overwrite a file of the config"
         raise InvalidConfigError([f"{option} {rule}, got {output}"])
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return where the key `names` (outermost name first) is set: `FILE, line N` or `the override
-    KEY=VALUE`. Return None if every source either omits the key or sets it to null. `path` and
-    `overrides` are as in `read_merged`."""
+    """Return the place where a config key is set: `FILE, line N` or `the override KEY=VALUE`.
+    `names` are the parts of the key, outermost name first. Return None if every source either omits
+    the key or sets it to null. `path` and `overrides` are as in `read_merged`."""
     for source, content in reversed(_sources(path, overrides)):
         value: Any = content
         for name in names:
@@ -234,7 +235,7 @@ def to_text(content: Content) -> str:
 
 
 def as_yaml(content: Content) -> str:
-    """Dump plain values as YAML; `read_merged` resolves the references in it."""
+    """Dump plain values as YAML in which `read_merged` resolves references."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -258,8 +259,8 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _foreign_references(content: Content) -> Iterator[str]:
-    """Yield a message for each forbidden reference. References to keys are always allowed, and
-    environment variables only in keys that hold paths."""
+    """Yield a message for each forbidden reference. References to keys are always allowed.
+    References to environment variables are allowed only in keys that hold paths."""
     for key, value in flat(content):
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):
@@ -337,7 +338,7 @@ def _parsed(text: str) -> Content | None:
 def _checked(text: str) -> yaml.Node | None:
     """Return the root node of YAML text. Raises YAMLError for more than `MOST_VALUES` values, for a
     value that does not match its tag, for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10,
-    and for keys such as no and 1e3, which it reads as false and 1000.0."""
+    and for keys such as no and 1e3, which YAML 1.1 reads as false and 1000.0."""
     root = yaml.compose(text, _SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
     for node in nodes:  # grows during the loop, and without end if an alias contains itself
@@ -378,7 +379,8 @@ def _checked(text: str) -> yaml.Node | None:
 
 
 def _shown(path: Path) -> str:
-    """Return `path` as text, relative to the working directory if it lies inside it."""
+    """Return `path` as text, relative to the working directory if the path is inside this
+    directory."""
     path = real_path(path)
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
