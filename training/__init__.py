@@ -7,5 +7,5 @@
     machine/     device, kernels, environment report/   metrics, console and trackers
     lifecycle/   stop requests, heartbeat, pace, run folder
 
-No folder imports run.py or loop.py, and config/ imports no other folder. Start with run.py.
+No folder imports run.py or loop.py, and config/ imports no other folder. Read run.py first.
 """

@@ -1,4 +1,4 @@
-"""Plan a run from its config, with the number of steps and how much of each data set is used."""
+"""Plan a run from its config, including the number of steps and the use of each data set."""
 
 import math
 import os
@@ -135,7 +135,8 @@ def attended_length(config: Config) -> float:
 
 
 def documents_known(config: Config) -> bool:
-    """Return whether all training sets, and thus their documents, are on this machine."""
+    """Return whether the files of all training sets are on this machine, so that their documents
+    are known."""
     paths = [f"{each.path}{end}" for each in config.data.train.values() for end in (".idx", ".bin")]
     return not config.data.mock and all(map(os.path.isfile, paths))
 
@@ -149,7 +150,8 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return the `StepShape` on which the plan is based. It does not include update rules."""
+    """Return the `StepShape` on which the plan is based. The shape does not include update
+    rules."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
@@ -187,8 +189,8 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
 
 
 def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float]]:
-    """Return a (segment, modelled step time) pair for each segment of the run with constant global
-    batch size."""
+    """Return a (segment, modelled step time) pair for each segment of the run. The global batch
+    size is constant within a segment."""
     shape = step_shape(config, planned.gpus, planned.device)
     loads = [stage.load for stage in planned.stages]
     per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks
@@ -218,7 +220,8 @@ def fused_on_gpu(config: Config) -> bool:
 
 
 def rule_operands(config: Config) -> str:
-    """Return the matmul dtype of group `matrix`'s rule, as a key of `Device.peak`."""
+    """Return the matmul dtype of the update rule for the group `matrix`, as a key of
+    `Device.peak`."""
     rule = config.optimizer.rule(config.optimizer.matrix.rule)
     half = isinstance(rule, MsignRule) and rule.msign_dtype in ("bfloat16", "float16")
     return "bf16" if half else "fp32"
@@ -227,10 +230,10 @@ def rule_operands(config: Config) -> str:
 def device_named(text: str) -> Device:
     """Return the device named `text`, or the device described by the YAML file `text`.
 
-    Values missing from the file are taken from the device named by its key `base`. Without `base`,
-    missing values are taken from h100, and the device's name contains a note. The device's name
-    defaults to the file's name. A `peak` with all dtypes in `REQUIRED` replaces the entire `peak`
-    of the base.
+    Values missing from the file are taken from the device named by the key `base` in the file.
+    Without `base`, missing values are taken from h100, and the device's name contains a note. The
+    device's name defaults to the file's name. A `peak` with all dtypes in `REQUIRED` replaces the
+    entire `peak` of the base.
 
     Raises InvalidConfigError if there is no such device or file, or if the file is invalid.
     """

@@ -61,9 +61,11 @@ def printable(text: str) -> str:
 
 
 def near_name(path: Path) -> str:
-    """Return `; did you mean PATH?` if `path` is missing, or '' if it exists or no name is close.
+    """Return `; did you mean PATH?` if `path` is missing. Return '' if `path` exists, or if there
+    is no similar name.
 
-    PATH has the closest name among files with the same suffix in the same folder.
+    PATH is the file with the most similar name among all files with the same suffix in the same
+    folder.
     """
     from models.section import closest  # imports pydantic
 

@@ -1,8 +1,8 @@
 """Validation loss and multiple-choice task accuracy, computed by forward passes on any layout.
 
 Each window of a validation set counts once. Each choice in a task is a separate sequence. Sequences
-are grouped by length, so that short sequences are not padded to a full window, and distributed
-across data-parallel ranks. Causal attention hides the padding.
+are distributed across data-parallel ranks, and grouped by length so that short sequences are not
+padded to a full window. Causal attention hides the padding.
 """
 
 import math
@@ -46,7 +46,7 @@ def evaluate(
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, and `val/<set>/bpb` is
     in bits per byte of text. `val/loss` and `val/bpb` are averages computed by `mean_over_sets`;
     `mixture` contains the weights of the training sets. All ranks call `stop` periodically, and
-    raise Interrupted once it returns True.
+    raise Interrupted once `stop` returns True.
     """
     metrics: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -126,7 +126,8 @@ def run_passes(
     stop: Callable[[], bool],
     length: int | None = None,
 ) -> Iterator[Mapping[str, Tensor]]:
-    """Yield the metrics of each of `count` micro-batches. `count` must come from `whole_rounds`.
+    """Yield the metrics of each of `count` micro-batches. `count` must be a result of
+    `whole_rounds`.
 
     For the other arguments, see `ParallelModel.forward_backward`. Raises Interrupted if `stop`
     returns True.
@@ -179,8 +180,8 @@ def score(
     as `task/acc` and `task/acc_norm`. All ranks get the same values.
 
     `vocab_size` is the vocabulary size without padding. A pass contains at most `most_tokens`
-    tokens, except if a single sequence is longer. All ranks call `stop` periodically, and raise
-    Interrupted once it returns True.
+    tokens, unless a single sequence is longer. All ranks call `stop` periodically, and raise
+    Interrupted once `stop` returns True.
     """
     requests = [request for task in tasks for request in task.requests]
     likelihoods = log_likelihoods(
@@ -197,7 +198,7 @@ def score(
 
 
 def tokens_of_a_pass(train: TrainConfig, model: ModelConfig, groups: Groups) -> float:
-    """Return the number of tokens per pass at which logits take as much memory as they do in
+    """Return the number of tokens per pass at which logits take as much memory as during
     training."""
     rows = model.padded_vocab / groups.tensor.size
     share = 1.0 if train.loss_chunk is None else min(1.0, train.loss_chunk / rows)
@@ -244,9 +245,9 @@ def log_likelihoods(
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return, in ascending order, the lengths to which sequences are padded: the window length
-    divided by 1, 2, 4 and so on, as long as the result is at least `SHORTEST` and the layout can
-    split it."""
+    """Return the lengths to which sequences are padded, in ascending order. The lengths are the
+    window length divided by 1, 2, 4 and so on, as long as the result is at least `SHORTEST` and the
+    layout can split sequences of this length."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
@@ -264,8 +265,9 @@ def request_batches(
 ) -> Iterator[Batch]:
     """Yield this rank's `count` micro-batches of the requests with the given `indices`.
 
-    A micro-batch contains `tokens` `[rows, length / context]` and, for each scored token predicted
-    on this context rank, the flattened `position` of its logits, its `target` id and its `request`.
+    A micro-batch contains `tokens` `[rows, length / context]`. For each scored token predicted on
+    this context rank, the micro-batch also contains the flattened `position` of the logits, the
+    `target` id and the index of the `request`.
     """
     data, context = groups.data, groups.context
     cut = {"rank": context.rank, "size": context.size}

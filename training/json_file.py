@@ -10,16 +10,16 @@ from typing import Any, Final
 from training.errors import InputError
 
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
-"""First bytes of a Git LFS pointer: a small file that stands in for a large file until that file is
-fetched."""
+"""First bytes of a Git LFS pointer: a small file that stands in for a large file until the large
+file is fetched."""
 UNFETCHED: Final = "a Git LFS pointer, not the file itself: run git lfs pull"
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON text.
 
-    Raises ValueError if the text is not valid JSON or UTF-8, is nested too deeply, or has duplicate
-    keys in an object (for which `json` would keep only the last value).
+    Raises ValueError if the text is not valid JSON or UTF-8, is nested too deeply, or contains an
+    object with duplicate keys. (By default, `json` keeps only the last value of such a key.)
     """
     try:
         return json.loads(text, object_pairs_hook=_mapping)
@@ -53,8 +53,8 @@ KERNEL: Final = ("/proc", "/sys")
 
 
 def real_path(path: str | Path) -> Path:
-    """Resolve links in `path`. Unlike `Path.resolve`, this raises no error for a loop of links, but
-    opening the returned path does."""
+    """Resolve links in `path`. Unlike `Path.resolve`, this function raises no error for a loop of
+    links; opening the returned path raises the error."""
     return Path(os.path.realpath(path))
 
 
@@ -84,7 +84,7 @@ def check_shape(value: Any, shape: Any, name: str) -> None:
 
     A shape is one of: a type or a union of types; `[shape]`, for a list of any length; a mapping
     from required keys to shapes. In a mapping, the key `...` matches all other keys. `name` is the
-    name of the value in errors.
+    name of the value in error messages.
     """
     if isinstance(shape, list):
         if not isinstance(value, list):

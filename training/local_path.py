@@ -11,8 +11,8 @@ VARIABLE: Final = re.compile(r"\$(\w+)")
 
 
 def local_path(key: str, path: str | None) -> "Check":
-    """Check that `path` is null, or a local path in which nothing needs to be expanded. `key` is
-    the config key that holds the path."""
+    """Check that `path` is null, or a local path that requires no expansion of `~` or `$NAME`.
+    `key` is the config key that holds the path."""
     path = path or ""
     if URL.match(path):
         rule = (

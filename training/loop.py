@@ -21,7 +21,7 @@ class Outcome:
 
     step        last step taken, counted from 1
     validation  metrics from the last validation
-    stopped     why the run ended before its last step, or None
+    stopped     reason why the run ended before its last step, or None
     """
 
     step: int
@@ -175,7 +175,7 @@ class Loop:
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
         """Validate if due, report `metrics`, and return the validation metrics. Return {} if no
-        validation was due, and None if a stop request interrupted it."""
+        validation was due, and None if a stop request interrupted the validation."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] = {}
         scores: dict[str, float] = {}
@@ -199,8 +199,8 @@ class Loop:
         return validation
 
     def due(self, interval: int, step: int) -> bool:
-        """Return whether work is due after `step`: after the last step and, unless `interval` is 0,
-        every `interval` steps."""
+        """Return whether periodic work is due after `step`. Such work is due every `interval` steps
+        (unless `interval` is 0) and after the last step."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float]:

@@ -26,8 +26,8 @@ class SpikeDetector:
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
         """Compare each loss with the losses of the last `window` steps that were not skipped.
 
-        A loss more than `deviations` standard deviations above their mean is a spike; None disables
-        detection.
+        A loss more than `deviations` standard deviations above the mean of these losses is a spike;
+        None disables detection.
         """
         self.deviations = deviations
         self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
@@ -57,7 +57,7 @@ class SpikeDetector:
 class NonFiniteGuard:
     """Counts skipped steps, and ends the run if too many consecutive steps are skipped.
 
-    On a GPU, `record` only stores a flag on the device, which is true if the step was taken. To
+    On a GPU, `record` only stores a flag on the device. The flag is true if the step was taken. To
     avoid a host sync in every step, `check` reads these flags at logging steps. On a CPU, `record`
     checks immediately.
     """

@@ -227,7 +227,8 @@ def agreed_facts(
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     sets = [*data.all_sets, *(each.set for each in validation)]
     require_agreement({**dict(flat(facts)), **unverified_facts(config, sets)})
-    # Copies of a set on different nodes may have different times, so all ranks use the first's.
+    # Copies of a set on different nodes may have different times, so all ranks use the times on the
+    # first rank.
     times = first_rank(lambda: {f"{each.name}.modified": each.modified for each in data.all_sets})
     facts["data"] |= {key: time for key, time in times.items() if time is not None}
     return facts

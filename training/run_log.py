@@ -29,7 +29,7 @@ EVENTS_FILE: Final = "events.jsonl"
 
 
 def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> Counts:
-    """Return the per-set counts that a run resumed from `progress` will end with."""
+    """Return the counts of each set at the end of a run that resumes from `progress`."""
     step, tokens, sample = progress.step, progress.tokens, progress.sample
     present = data.at(step).since(progress.phase)
     for start, mixture in data.later:
@@ -218,7 +218,7 @@ class RunLog:
 def data_lines(
     data: TrainingData, used: Sequence[SetUse], earlier: Mapping[str, int]
 ) -> Iterator[str]:
-    """Yield the console lines about the mixture, the use of its sets, and sets removed from it."""
+    """Yield the console lines about the mixture, the use of each set, and removed sets."""
     for start, part in ((0, data), *data.later) if data.later else ():
         shares = ", ".join(f"{name} {share:.1%}" for name, share in part.shares.items())
         yield f"from step {start + 1:,} on: {shares}"

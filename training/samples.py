@@ -31,8 +31,8 @@ class Sampler:
     def __init__(self, config: Config, sets: Sequence[ValidationData]) -> None:
         """Read the prompts and the tokenizer.json.
 
-        Raises ConfigError if there is no tokenizer, and DataError if package `tokenizers` cannot
-        read it.
+        Raises ConfigError if there is no tokenizer, and DataError if the package `tokenizers`
+        cannot read the file.
         """
         assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
         self.tokenizer = open_tokenizer(needed_tokenizer(config, "validation.samples_interval"))
@@ -79,8 +79,8 @@ def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
     """For each token in a sample, return the position at which the token's document starts,
     `[sequence_length]`.
 
-    Within the first `prompt` tokens, documents start where they do in the set; generated tokens
-    continue the last of these documents. The result is None if attention crosses document borders.
+    The first `prompt` tokens belong to the same documents as in the set. Generated tokens continue
+    the last of these documents. The result is None if attention crosses document borders.
     """
     if not data.borders.mask:
         return None

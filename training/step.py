@@ -1,6 +1,7 @@
 """Training step: forward and backward passes, monitors, penalty, guards and optimizer update.
 
-`Trainer` holds one rank's model, optimizer, data and progress. Work due after a step is in loop.py.
+`Trainer` holds one rank's model, optimizer, data and progress. Logging, validation and saving
+between steps are in loop.py.
 """
 
 import math
@@ -73,7 +74,7 @@ class Trainer:
     ) -> None:
         """Build all other objects that a step needs.
 
-        data       training data, whose per-set counts are stored in checkpoints
+        data       training data; checkpoints store the number of samples read from each set
         tasks      multiple-choice tasks on which the model is evaluated
         monitor_interval   monitor interval in steps
         """
@@ -264,9 +265,9 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     """Return the training loss function.
 
     The loss is the mean token loss over the micro-batch plus `z_loss` times the mean squared
-    log-sum-exp of the logits. If the batch has `weights`, weighted sums replace both means. The
-    metric `loss` is the mean loss `[]`. With a z-loss, it contains both means `[2]`, the second one
-    without the coefficient.
+    log-sum-exp of the logits. If the batch contains `weights`, weighted sums replace both means.
+    The metric `loss` is the mean loss `[]`. With a z-loss, the metric contains both means `[2]`;
+    the second mean is not multiplied by `z_loss`.
     """
     weights = batch.get("weights")
 
@@ -285,10 +286,11 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
 
 
 class GramPenalty:
-    """Adds the gradient of the Gram penalty to the gradient of the loss while it is active.
+    """Adds the gradient of the Gram penalty to the gradient of the loss while the penalty is
+    active.
 
-    Source: "Learning in Transformers under Spectral Constraints", section 6, where the penalty is
-    active during the first tenth of training.
+    Source: "Learning in Transformers under Spectral Constraints", section 6. In the paper, the
+    penalty is active during the first tenth of training.
     """
 
     def __init__(

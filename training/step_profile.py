@@ -32,7 +32,7 @@ def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
 
 
 def announcement(config: Config, after: int) -> str | None:
-    """Return a note on what is profiled in a run that resumes after step `after`. Return None if
+    """Return a note on the profiled steps of a run that resumes after step `after`. Return None if
     the config does not enable profiling."""
     section, last = config.log.profile, config.train.last
     if section is None:
@@ -167,8 +167,8 @@ class StepProfile:
 def write_trace(session: profiler.profile, path: Path) -> Path:
     """Write the trace of a finished session to a compressed file and return its path.
 
-    Raises OSError if the disk is full. Raises RuntimeError if the trace is empty because other code
-    has stopped the profiler: exporting an empty trace would abort the process.
+    Raises OSError if the disk is full. Raises RuntimeError if other code has stopped the profiler,
+    so that the trace is empty. Exporting an empty trace would abort the process.
     """
     results = None if session.profiler is None else session.profiler.kineto_results
     if results is None or not results.events():

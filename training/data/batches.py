@@ -31,7 +31,8 @@ SPARE_BYTES: Final = 1 << 20
 def training_batches(
     config: Config, groups: Groups, data: TrainingData, progress: Progress
 ) -> Iterator[torch.Tensor]:
-    """Return an infinite iterator over this rank's micro-batches, starting after `progress`.
+    """Return an infinite iterator over this rank's micro-batches, starting at the position stored
+    in `progress`.
 
     A micro-batch is int64 `[micro_batch, sequence_length + 1]`. With document borders, a
     micro-batch has the shape given in `training_loader`.
@@ -50,7 +51,7 @@ def training_batches(
 
 
 def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield `batches`. If a worker raises a DataError, strip the worker's traceback from its
+    """Yield `batches`. If a worker raises a DataError, strip the worker's traceback from the error
     message."""
     try:
         yield from batches
@@ -61,12 +62,14 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatchSampler:
-    """Yields one data-parallel rank's micro-batches, as lists of sample indices, without end.
+    """Yields an endless sequence of micro-batches for one data-parallel rank. A micro-batch is a
+    list of sample indices.
 
-    Global batch n starts at sample `consumed + n * global_batch`, shifted past any samples in
-    `left_out` that it would contain. Rank r reads the r-th part of each global batch and splits it
-    into micro-batches, so the samples in a global batch depend on neither `data_size` nor
-    `micro_batch`. The config checks ensure that `data_size * micro_batch` divides `global_batch`.
+    Global batch n starts at sample `consumed + n * global_batch`. If a global batch would contain
+    samples in `left_out`, this batch and all later batches are shifted past these samples. Rank r
+    reads the r-th part of each global batch and splits it into micro-batches, so the samples in a
+    global batch depend on neither `data_size` nor `micro_batch`. The config checks ensure that
+    `data_size * micro_batch` divides `global_batch`.
     """
 
     consumed: int  # samples used so far, across all ranks

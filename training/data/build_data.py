@@ -49,13 +49,14 @@ def data_manifest(config: Config) -> Manifest | None:
 
 def tokenizer_path(config: Config) -> Path | None:
     """Return the path of the tokenizer.json named in the config or, failing that, in the data
-    manifest. Return None if neither names one."""
+    manifest. Return None if neither the config nor the manifest names a tokenizer."""
     source = config.data.tokenizer or data_manifest(config)
     return None if source is None else tokenizer_file(source)
 
 
 def needed_tokenizer(config: Config, key: str) -> Path:
-    """Return the path of the data's tokenizer.json. `key` is the config key that requires it.
+    """Return the path of the data's tokenizer.json. `key` is the config key that requires the
+    tokenizer.
 
     Raises ConfigError if there is no tokenizer.json.
     """
@@ -69,9 +70,10 @@ def needed_tokenizer(config: Config, key: str) -> Path:
 
 
 def with_vocabulary(config: Config) -> Config:
-    """Replace a null model.vocab_size by the vocabulary size in the data manifest.
+    """If model.vocab_size is null, set it to the vocabulary size in the data manifest.
 
-    Raises DataError if there is no manifest. For mock tokens there is a default size.
+    If there is no manifest, a default size is used for mock tokens; for other data, DataError is
+    raised.
     """
     if config.model.vocab_size is not None:
         return config
@@ -130,8 +132,8 @@ def build_data(
 ) -> tuple[TrainingData, list[ValidationData]]:
     """Open the training data and validation sets, and check them against the vocabulary.
 
-    With `data.verify` full, ranks split the work, and `share` is (index of this rank, number of
-    ranks). Raises DataError if a file is missing, corrupt or too short, or contains
+    If `data.verify` is `full`, the ranks split the verification. `share` is (index of this rank,
+    number of ranks). Raises DataError if a file is missing, corrupt or too short, or contains
     out-of-vocabulary token ids.
     """
     assert config.model.vocab_size is not None  # `with_vocabulary` has set it
@@ -184,8 +186,8 @@ def build_data(
 
 
 def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]:
-    """Return facts about a run's tokenizer and manifests that ranks always compare, regardless of
-    `data.verify`."""
+    """Return the facts about a run's tokenizer and manifests. Ranks always compare these facts,
+    regardless of `data.verify`."""
     if config.data.mock:
         return {}
     path, manifest = tokenizer_path(config), data_manifest(config)
@@ -213,8 +215,8 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 
 def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) -> str | None:
-    """Return a message listing the sets that `data.verify` cannot check because no manifest has
-    their hashes, or None if there are no such sets. `sets` maps `train` and `validation` to their
+    """Return a message listing the sets that cannot be verified because no manifest contains their
+    hashes. Return None if there are no such sets. `sets` maps `train` and `validation` to the
     opened sets."""
     if data.mock or data.verify == "none":
         return None
@@ -230,7 +232,7 @@ def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) ->
 
 
 def missing_files(config: Config) -> Iterator[str]:
-    """If files of sets, tokenizers or tasks are missing, yield a message that lists them."""
+    """If files of sets, tokenizers or tasks are missing, yield a message that lists these files."""
     data = config.data
     if data.mock:
         return
@@ -265,7 +267,7 @@ def without_sets(config: Config) -> Iterator[str]:
 
 
 def with_config_key(open_set: OpenSet, kind: str) -> OpenSet:
-    """Wrap `open_set` so that its errors about missing sets carry the set's config key."""
+    """Wrap `open_set` so that each MissingSetError contains the config key of the missing set."""
 
     def opened(name: str, prefix: str | Path, sequence_length: int) -> TokenSet:
         try:

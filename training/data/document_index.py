@@ -90,7 +90,7 @@ SPREAD: Final = 1024
 
 @dataclass(frozen=True)
 class Borders:
-    """How to treat document borders.
+    """Options for document borders.
 
     mask               restrict attention to each document, and restart its positions at 0
     first_token_loss   include the loss on each document's first token

@@ -100,7 +100,8 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def manifest_of(prefix: str | Path) -> Manifest | None:
-    """Return the manifest in a set's folder, or None if it does not exist or does not list the set.
+    """Return the manifest in a set's folder, or None if there is no manifest or the manifest does
+    not list the set.
 
     Raises DataError if the manifest is unreadable.
     """
@@ -155,9 +156,9 @@ def shared_text(
     """Yield a message for each pair of sets that contain the same text. The arguments map set names
     to path prefixes.
 
-    Two sets contain the same text if they are the same file, or if their manifests list equal
-    hashes of tokens or an input that both have in common. A training set and its held-out split
-    share inputs but no documents, so they are not reported.
+    Two sets contain the same text if they are the same file, if their manifests list equal hashes
+    of the tokens, or if both manifests list the same input. A training set and its held-out split
+    share inputs but no documents, so such a pair is not reported.
     """
     kinds = {"training set": train, "validation set": validation}
     sets = [
@@ -174,7 +175,8 @@ def shared_text(
 
 
 def _shared(first: Path, second: Path) -> str | None:
-    """Return why two sets contain the same text, or None if there is no evidence that they do."""
+    """Return the reason why two sets contain the same text, or None if there is no evidence for
+    this."""
     same = first.resolve() == second.resolve()
     with suppress(OSError):  # a missing file is reported elsewhere
         same = same or os.path.samefile(f"{first}.bin", f"{second}.bin")

@@ -1,11 +1,11 @@
 """Training sample order, and a run's progress: steps taken, position, data phase.
 
 A phase is a range of consecutive samples drawn from the same mixture of sets. Sample k of a phase
-is a pure function of k, the seed, the weights, and the per-set counts at the start of the phase.
-The weights determine which set the sample comes from, and a per-epoch permutation determines which
-window of that set. The order does not depend on the number of steps, the batch size or the number
-of ranks, so a run can stop, resume and change its layout at any sample. Changing the mixture always
-starts a new phase.
+is a pure function of k, the seed, the weights, and the number of tokens read from each set before
+the phase. The weights determine which set the sample comes from, and a per-epoch permutation
+determines which window of that set. The order does not depend on the number of steps, the batch
+size or the number of ranks, so a run can stop, resume and change its layout at any sample. Changing
+the mixture always starts a new phase.
 
 Storing the permutation of a trillion-token set would take gigabytes on every rank, and numpy's
 permutations may change between versions. `Permutation` therefore computes elements on the fly: a
@@ -50,7 +50,7 @@ class SetCount:
 
 
 Counts = Mapping[str, SetCount]
-"""Per-set counts by set name, including sets that have been removed."""
+"""Maps the name of each set to the set's counts. Removed sets are included."""
 
 UNREAD: Final = SetCount(samples=0, tokens=0, content="")
 """Counts of a set that has not been read."""
@@ -60,7 +60,7 @@ UNREAD: Final = SetCount(samples=0, tokens=0, content="")
 class Phase:
     """Consecutive samples drawn from one mixture, starting at `sample`.
 
-    read     per-set counts before the phase
+    read     samples and tokens read from each set before the phase
     mixture  fingerprint of the sets and weights; "" in the first phase and in checkpoints written
              by earlier versions
     """
@@ -87,8 +87,8 @@ class Progress:
     tokens      number of target tokens in the steps taken
     left_out    ranges [first, end) of samples left out by rewinds
     unreported  metrics of the last step, if the run stopped before reporting them
-    phase       the current phase: its first sample, and the per-set counts before it
-    read        in a checkpoint, per-set counts so far; None if saved by an earlier version
+    phase       the current phase
+    read        in a checkpoint, counts of each set so far; None if saved by an earlier version
     """
 
     step: Whole = 0
@@ -109,8 +109,8 @@ class Progress:
 
 
 def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
-    """Return the first sample at or after `sample` where a global batch without left-out samples
-    can start."""
+    """Return the smallest start at or after `sample` for which a global batch contains no left-out
+    samples."""
     for first, end in sorted(left_out):
         if sample < end and sample + global_batch > first:
             sample = end
@@ -157,7 +157,7 @@ BLEND_PERIOD = 1 << 20  # number of samples after which the interleaving of sets
 
 @dataclass(frozen=True)
 class SetUse:
-    """How a set is used across all phases of a run."""
+    """Use of a set across all phases of a run."""
 
     name: str
     weight: float  # share of the current phase's samples; sums to 1 over sets
@@ -171,7 +171,7 @@ class SetUse:
 
     @property
     def total(self) -> str:
-        """Description of how the set is used over the whole run."""
+        """Description of the set's use over the whole run."""
         return (
             f"{self.samples:,} samples, {self.tokens:,} tokens, {self.epochs:.2f} epochs of "
             f"{self.windows:,} windows"
@@ -243,8 +243,8 @@ class TrainingData(Dataset[Tensor]):
     object for a given step.
 
     Args:
-        sets: a (name, prefix, weight) triple per set, in any order. A weight may be 0 if the set
-            has a positive weight in a phase.
+        sets: a (name, prefix, weight) triple per set, in any order. A weight may be 0 if the weight
+            of the set is positive in a later phase.
         sequence_length: number of tokens predicted per sample.
         seed: seed for the order within each set.
         open_set: function that opens a set; the default reads files.
@@ -268,7 +268,7 @@ class TrainingData(Dataset[Tensor]):
     ) -> None:
         ordered = sorted(sets, key=lambda each: each[0])
         self.all_sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
-        """The sets used in any phase; `sets` contains only those used in this phase."""
+        """The sets used in any phase; `sets` contains only the sets used in this phase."""
         self.sequence_length = sequence_length
         self.seed = seed
         self.borders = borders
@@ -288,8 +288,8 @@ class TrainingData(Dataset[Tensor]):
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return a copy with the same sets and weights, but with the samples of `phase`,
-        which start at `data[phase.sample]`."""
+        """Return a copy of this object for `phase`, with the same sets and weights. The first
+        sample of the phase has index `phase.sample`."""
         data = copy.copy(self)
         data.phase = phase
         return data
@@ -299,8 +299,8 @@ class TrainingData(Dataset[Tensor]):
         return torch.from_numpy(self.sets[chosen].sample(window, self.borders))
 
     def source(self, sample: int) -> tuple[int, int]:
-        """Return the index in `sets` of the set from which a sample of this phase is read, and the
-        index of its window in that set."""
+        """Locate a sample of this phase. Return the index of the sample's set in `sets`, and the
+        index of the sample's window in the set."""
         chosen, earlier = self.blend.locate(sample - self.phase.sample)
         token_set = self.sets[chosen]
         before = self.phase.tokens(token_set.name) // self.sequence_length
@@ -322,8 +322,8 @@ class TrainingData(Dataset[Tensor]):
         return counts
 
     def phase_after(self, sample: int, read: Counts) -> Phase:
-        """Return a phase that starts at `sample` with the current sets, given the counts `read` so
-        far.
+        """Return a phase that starts at `sample` with the current sets. `read` contains the number
+        of samples and tokens read from each set so far.
 
         A set whose content has changed is read from its start.
         """
@@ -338,8 +338,8 @@ class TrainingData(Dataset[Tensor]):
         return {each.name: share for each, share in zip(self.sets, shares, strict=True)}
 
     def describe(self, counts: Counts) -> list[SetUse]:
-        """Describe how each set is used in a run that has read the given counts. Sets are sorted by
-        name."""
+        """Describe the use of each set in a run. `counts` contains the number of samples and tokens
+        read from each set. Sets are sorted by name."""
         uses, shares = [], self.shares
         for each in self.all_sets:
             count = counts.get(each.name, UNREAD)
@@ -349,8 +349,8 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the attended length L of this mixture: in documents of length L, a token attends
-        to as many keys on average as in this mixture.
+        """Return the attended length L of this mixture. On average, a token attends to as many keys
+        as if all documents had length L.
 
         If attention crosses document borders, L is the window length.
         """
@@ -366,7 +366,8 @@ class TrainingData(Dataset[Tensor]):
 
     def fingerprint(self) -> str:
         """Return a SHA-256 digest of everything that determines a phase's samples, except the
-        per-set counts at its start. The digest does not depend on paths."""
+        number of tokens read from each set before the phase. The digest does not depend on
+        paths."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

@@ -31,7 +31,7 @@ MOCK_CHOICES: Final = 4
 
 @dataclass(frozen=True)
 class Example:
-    """A context, two or more choices, and the index of the correct one."""
+    """A context, two or more choices, and the index of the correct choice."""
 
     context: str
     choices: list[str]
@@ -115,7 +115,8 @@ def _example(line: str, where: str) -> Example:
 
 
 def example_of(row: Any, where: str) -> Example:
-    """Convert `row` to an example. Raise a DataError prefixed with `where` if it is invalid."""
+    """Convert `row` to an example. If the row is invalid, raise a DataError whose message starts
+    with `where`."""
     if not isinstance(row, dict) or set(row) != set(KEYS):
         keys = sorted(row) if isinstance(row, dict) else row
         raise DataError(f"{where}: keys must be {', '.join(KEYS)}, got {keys!r:.80}")
@@ -225,7 +226,7 @@ def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
     """Compute lm-eval's `acc` and `acc_norm` for a task from the log-likelihood of each request.
 
     The prediction is the first choice with the highest log-likelihood. For `acc_norm`, each
-    log-likelihood is divided by the number of characters in its choice. Both metrics are NaN if any
+    log-likelihood is divided by the number of characters in the choice. Both metrics are NaN if any
     log-likelihood is NaN (lm-eval would pick the first NaN).
     """
     if np.isnan(likelihoods).any():

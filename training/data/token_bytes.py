@@ -30,8 +30,8 @@ LARGEST_ID: Final = 1 << 24
 def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     """Return the number of text bytes per token id, int32 `[vocab]`, with 0 for special tokens.
 
-    Returns None if the tokenizer is not byte-level, in which case tokens have no fixed number of
-    bytes and `ValidationData` decodes the tokens it reads.
+    Returns None if the tokenizer is not byte-level. The tokens of such a tokenizer have no fixed
+    number of bytes, so `ValidationData` decodes them.
 
     Args:
         source: the manifest of a prepared folder, a tokenizer.json, or the folder containing it.
@@ -62,8 +62,8 @@ def vocabulary_size(source: str | Path) -> int:
 
 
 def tokenizer_file(source: Manifest | str | Path) -> Path:
-    """Return the path of a tokenizer.json. `source` is a manifest, the folder of the file, or its
-    path."""
+    """Return the path of a tokenizer.json. `source` is a manifest, the path of the file, or the
+    path of its folder."""
     path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
     return path / "tokenizer.json" if path.is_dir() else path
 
@@ -113,8 +113,8 @@ def decoded_bytes(
 
     Args:
         tokenizer: the tokenizer that produced the tokens.
-        documents: a (tokens, skipped) pair per document: tokens from its start on, and the number
-            of tokens at its start that are not counted.
+        documents: a (tokens, skipped) pair per document: the first tokens of the document, and the
+            number of leading tokens that are not counted.
     """
     size = 0
     for tokens, before in documents:
@@ -124,8 +124,8 @@ def decoded_bytes(
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, ignoring its truncation and padding settings. Raise DataError if
-    `tokenizers` cannot read it."""
+    """Load a tokenizer.json, ignoring its truncation and padding settings. Raise DataError if the
+    package `tokenizers` cannot read the file."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception

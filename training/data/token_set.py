@@ -44,8 +44,7 @@ class TokenSet:
         verify: what to verify against the hashes in the folder's manifest. none: nothing; sample:
             the index and 64 blocks of tokens up front, all other blocks on first use; full:
             everything up front.
-        share: (this rank's index, number of ranks) for the ranks among which `full` splits the
-            blocks.
+        share: (index of this rank, number of ranks); with `full`, the ranks split the blocks.
 
     Raises:
         DataError: a file is missing, truncated, corrupt or does not match the manifest, or there is
@@ -87,8 +86,9 @@ class TokenSet:
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
 
     def sample(self, index: int, borders: Borders) -> NDArray[np.int64]:
-        """Return `window(index)` or, if borders are needed, `[2, sequence_length + 1]`: the tokens,
-        and for each token the position in the window at which its document starts."""
+        """Return window `index`. If borders are needed, add a second row with the position in the
+        window at which each token's document starts. The shape is then `[2, sequence_length +
+        1]`."""
         window = self.window(index)
         if not borders.needed:
             return window
@@ -118,8 +118,8 @@ class TokenSet:
             raise DataError(f"set {self.name}: {self.prefix}.idx is corrupt: {error}") from error
 
     def check_documents(self, borders: Borders) -> None:
-        """Raise DataError if the index has fewer than two documents. If first tokens are excluded
-        from the loss, also raise it if every document is a single token."""
+        """Raise DataError if the index contains fewer than two documents. If first tokens are
+        excluded from the loss, also raise DataError if every document is a single token."""
         documents = self.documents()
         if documents < 2:
             raise DataError(
@@ -135,8 +135,8 @@ class TokenSet:
 
     @cached_property
     def attended_length(self) -> float:
-        """Length L such that in documents of length L, a token attends to as many keys on average
-        as in this set. The mean is measured over evenly spaced windows."""
+        """Attended length L of this set: on average, a token attends to as many keys as if all
+        documents had length L. The average is taken over evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         squares = 0
@@ -224,7 +224,7 @@ class TokenSet:
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
         """Verify the files and blocks selected by `verify`. Return the block hashes, or None if the
-        set has none."""
+        set has no block hashes."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
@@ -262,7 +262,7 @@ class TokenSet:
 
     @cached_property
     def _scanned(self) -> tuple[int, int]:
-        """Smallest token id, or 0 if all ids are positive, and largest token id."""
+        """The smallest token id (0 if all ids are positive) and the largest token id."""
         smallest, largest = 0, 0
         for first in range(0, self.tokens, _SCAN):
             tokens = self._stored(first, min(_SCAN, self.tokens - first))
@@ -286,8 +286,8 @@ class TokenSet:
 
     @property
     def modified(self) -> str | None:
-        """Modification time of the token file, or None if `digest` or a manifest covers all its
-        tokens."""
+        """Modification time of the token file, or None if `digest` or a manifest covers all tokens
+        in the file."""
         facts = os.stat(self.prefix + ".bin")
         if facts.st_size <= WHOLE or self.stated_sha256 is not None:
             return None
@@ -313,8 +313,8 @@ class TokenSet:
     def digest(self) -> str:
         """SHA-256 digest that identifies the set. The digest covers the sizes of both files, the
         index (which contains all document lengths) and the tokens. If the index exceeds 64 MiB,
-        only its first and last 32 MiB are covered; if the token file exceeds `WHOLE` bytes, only 64
-        evenly spaced blocks of 4 KiB.
+        only its first and last 32 MiB are covered. If the token file exceeds `WHOLE` bytes, only 64
+        evenly spaced blocks of 4 KiB are covered.
         """
         digest = hashlib.sha256()
         for suffix, whole, spread, size in (

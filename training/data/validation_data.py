@@ -25,8 +25,8 @@ class ValidationData:
         samples: maximum number of windows; None uses the whole set.
         token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
         tokenizer: tokenizer.json used to decode the tokens if `token_bytes` is None. If both are
-            None, the number of bytes is estimated from the manifest's mean bytes per token;
-            without a manifest, it is unknown.
+            None, the number of bytes is estimated from the manifest's mean bytes per token; without
+            a manifest, the number is unknown.
         open_set: function that opens the set; the default reads files.
         borders: how to treat document borders.
 

@@ -1,4 +1,4 @@
-"""Everything around the steps: stop requests, saving, heartbeat, pace and the run folder.
+"""Stop requests, saving, heartbeat, pace and folder of a run.
 
-Nothing here touches the model's tensors. Start with lifecycle.py.
+The code in this folder does not access the model's tensors. Read lifecycle.py first.
 """

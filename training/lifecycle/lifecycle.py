@@ -132,7 +132,7 @@ class StopRequests:
             problem = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
             print(f"warning: SLURM_JOB_END_TIME {problem}: the run ignores the SLURM time limit")
         self.error: Exception | None = None
-        """Error between steps on this rank; the run saves and then exits with it."""
+        """Error between steps on this rank; the run saves and then exits with this error."""
         self._signalled = False
         self._before: dict[int, Any] = {}
 
@@ -169,7 +169,7 @@ P = ParamSpec("P")
 
 @dataclass(eq=False)
 class Lifecycle:
-    """Saving, stopping and heartbeat of a run, called after every step on every rank.
+    """Saving, stop requests and heartbeat of a run. Every rank calls `after_step` after every step.
 
     If an event such as a signal reaches any rank, all ranks react to it at the same step.
     """
@@ -194,7 +194,7 @@ class Lifecycle:
         return self._stop > 0
 
     def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
-        """Wrap `call` so that its first error is stored, for `save_last` to raise.
+        """Wrap `call` so that its first error is stored, and raised later by `save_last`.
 
         Use this for work between steps, so that the run saves before it exits with the error.
         """
@@ -208,7 +208,7 @@ class Lifecycle:
         return deferred
 
     def after_step(self, step: int) -> None:
-        """Exchange stop requests. If all ranks have finished their parts of a save, advance it.
+        """Exchange stop requests. Continue the current save if every rank has finished its part.
 
         Raises CheckpointError after the last failed attempt to save.
         """
@@ -229,7 +229,8 @@ class Lifecycle:
         self._stop = self._stop or stop
 
     def stop_now(self) -> bool:
-        """Return whether any rank has a stop request. Collective, for use between steps."""
+        """Return whether a stop has been requested on any rank. Collective, for use between
+        steps."""
         self.watchdog.beat(self.step)
         self._stop = self._stop or self.agreement.now([self.stops.wanted(), 0, 0])[0]
         return self._stop > 0
@@ -247,8 +248,8 @@ class Lifecycle:
     def save_last(self, meta: Mapping[str, Any]) -> None:
         """Save the last step unless it is already saved, and remove the STOP file.
 
-        Raises CheckpointError if the state contains non-finite values. If the state is finite,
-        raises this rank's deferred error, if there is one.
+        Raises CheckpointError if the state contains non-finite values. Otherwise, raises the
+        deferred error of this rank, if any.
         """
         if self.config.checkpoint.interval > 0:
             self.wait()

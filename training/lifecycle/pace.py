@@ -1,8 +1,8 @@
 """Throughput of a run, and two causes of slowdowns: stragglers and garbage collection.
 
-By default, Python's garbage collector runs after a certain number of allocations. Ranks would then
-collect garbage at different steps, and all other ranks would wait each time. This module makes all
-ranks collect at the same steps.
+By default, Python's garbage collector runs after a certain number of allocations. If ranks
+collected garbage at different steps, all other ranks would wait each time. This module makes all
+ranks collect garbage at the same steps.
 """
 
 import contextlib
@@ -92,7 +92,8 @@ class Pace:
 def performance(
     *, tokens: float, seconds: float, devices: int, flops_per_token: float, peak: float | None
 ) -> dict[str, float]:
-    """Return the `perf/` metrics, given figures for one step or their means over several steps.
+    """Return the `perf/` metrics. The arguments are values of one step, or means over several
+    steps.
 
     tokens           tokens per step across all devices
     seconds          seconds per step
@@ -170,8 +171,8 @@ class Stragglers:
     def new(self, seconds: Sequence[float], steps: int) -> Iterator[str]:
         """Yield a message for each rank that has become a straggler.
 
-        seconds  mean local time of every rank over the last steps
-        steps    number of these steps
+        seconds  mean local time per step of each rank over the last `steps` steps
+        steps    number of steps since the last call
         """
         medians = {}
         for stage in set(self.stages):
@@ -196,7 +197,7 @@ INTERVAL: Final = 10
 def collected_at_steps() -> Iterator[None]:
     """Context manager in which only `collect` collects garbage, and only among new objects.
 
-    If objects are already frozen, the context manager neither freezes nor unfreezes any.
+    If some objects are already frozen, the context manager does not freeze or unfreeze objects.
     """
     automatic, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()

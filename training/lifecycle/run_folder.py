@@ -1,7 +1,7 @@
 """The run folder, used by one run at a time, and the files that control and describe a run.
 
 lock     locked by the run using the folder; contains its host and process id
-STOP     created by a user or script to stop the run, which then saves and removes the file
+STOP     created by a user or script to stop the run; the run then saves and removes the file
 DONE     created after the run's last step
 started  id of the command that started the run
 heartbeat.json   step, time and process id of the run, updated every few seconds
@@ -101,8 +101,8 @@ class HeldFolder:
         os.close(self._folder)
 
     def check(self) -> None:
-        """Raise FolderError if the folder was moved, or if someone removed this run's lock file and
-        another run has created a new one."""
+        """Raise FolderError if the folder was moved or removed. Also raise FolderError if this
+        run's lock file was removed and another run has created a new lock file."""
         try:
             there = os.path.samestat(os.stat(self.path), os.fstat(self._folder))
         except (FileNotFoundError, NotADirectoryError):

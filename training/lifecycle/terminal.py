@@ -1,9 +1,9 @@
 """Handling of Ctrl-C, and of output after the terminal is closed.
 
 Before training, Ctrl-C and SIGTERM end the process. During training, the first Ctrl-C saves and
-stops the run, and a second one kills it. A rank receives SIGTERM when its launcher exits. A run
-survives the closing of its terminal or pipe and, during training, a full log disk. This module only
-imports modules that load fast, so that a run handles signals right from the start.
+stops the run, and a second Ctrl-C kills the run. A rank receives SIGTERM when its launcher exits. A
+run survives the closing of its terminal or pipe and, during training, a full log disk. This module
+only imports modules that load fast, so that a run handles signals right from the start.
 """
 
 import errno
@@ -22,8 +22,8 @@ GONE: Final = (errno.EIO, errno.EPIPE)
 
 
 class LastingFile(io.FileIO):
-    """A file that drops output if the other end of its terminal or pipe is closed. During
-    `training`, it drops any output that cannot be written."""
+    """A file for output to a terminal or pipe. Output is dropped if the other end of the terminal
+    or pipe is closed. During `training`, any output that cannot be written is dropped."""
 
     training = False
 
@@ -68,13 +68,13 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 class Interrupts:
-    """Handles SIGINT, the signal that the process receives after a second Ctrl-C, and SIGTERM
-    before training.
+    """Handles three signals: SIGINT, SIGTERM before training, and the signal that the process
+    receives after a second Ctrl-C.
 
-    A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks, which may also
-    receive it directly. After a second Ctrl-C, the launcher sends SIGTERM to its ranks. Without a
-    launcher, the process receives a second SIGINT. Signals are handled by a thread, so that a
-    process blocked in a collective exits, too.
+    A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks. The ranks may also
+    receive this SIGINT directly from the terminal. After a second Ctrl-C, the launcher sends
+    SIGTERM to its ranks. Without a launcher, the process receives a second SIGINT. Signals are
+    handled by a thread, so that a process blocked in a collective also exits.
     """
 
     def __init__(self) -> None:
@@ -159,8 +159,8 @@ def _noted(number: int, frame: FrameType | None) -> None:
 def _hold() -> None:
     """Block SIGINT in this thread while it forks.
 
-    Before a child process ignores SIGINT, a Ctrl-C would make it write to its parent's pipe as
-    well, and the parent would count the Ctrl-C twice.
+    Until the child process ignores SIGINT, a Ctrl-C would make the child write to its parent's pipe
+    as well, and the parent would count the Ctrl-C twice.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 

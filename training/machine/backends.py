@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype with the config's name `name`, or None if `name` is None."""
+    """Return the dtype that is called `name` in the config, or None if `name` is None."""
     return None if name is None else DTYPES[name]
 
 
@@ -124,7 +124,7 @@ def check_kernels(device: torch.device) -> None:
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
     """Return the torch.compile backend for a device (None for eager mode) and a description of it.
 
-    If auto disables compilation on a GPU, the description states the reason.
+    If `auto` disables compilation on a GPU, the description states the reason.
     """
     if config.train.compile != "auto":
         return config.train.compile, config.train.compile or "none"

@@ -53,7 +53,7 @@ class Gpus:
 
     built    CUDA version of the PyTorch build; None without CUDA
     devices  this machine's NVIDIA devices, usable or not
-    problem  why CUDA fails to initialize; None if it initializes or is not built in
+    problem  error raised by the initialization of CUDA, or None
     usable   number of CUDA devices
     """
 
@@ -69,9 +69,9 @@ def choose(
     """Return the device type to use on local rank `local_rank`.
 
     `auto` selects cuda if CUDA initializes, and cpu if there is no GPU or PyTorch is built without
-    CUDA. Raises DeviceError if a requested GPU is not available, if there are more ranks than GPUs,
-    or if CUDA fails to initialize, for example because the driver is too old for this PyTorch build
-    or a container has no access to the GPUs.
+    CUDA. Raises DeviceError if a requested GPU is not available, or if there are more ranks than
+    GPUs. Also raises DeviceError if CUDA fails to initialize, for example because the driver is too
+    old for this PyTorch build, or because a container has no access to the GPUs.
     """
     if gpus.usable:
         if local_rank >= gpus.usable:
@@ -114,8 +114,8 @@ def gpus_here() -> Gpus:
 def nvidia_devices() -> Iterator[str]:
     """Yield the system's NVIDIA devices, usable or not.
 
-    Devices are found as the driver's device files or, if there are none, on the PCI bus, which is
-    visible even in a container without GPU access.
+    The driver's device files are listed. If there are no device files, the NVIDIA devices on the
+    PCI bus are listed: the bus is visible even in a container without GPU access.
     """
     nodes = sorted(map(str, Path("/dev").glob("nvidia[0-9]*")))
     if nodes:
@@ -136,8 +136,8 @@ def repeatable() -> Iterator[None]:
     """Context manager to use PyTorch's deterministic kernels.
 
     Operations without a deterministic kernel only cause a warning: an error could end a run at an
-    operation that tests without a GPU do not cover. The setting imports torch's compiler, which
-    takes seconds.
+    operation that tests without a GPU do not cover. Entering the context imports torch's compiler,
+    which takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -153,7 +153,7 @@ def repeatable() -> Iterator[None]:
 
 
 OPEN_FILES: Final = (256, 65536)
-"""Minimum limit on open files that a rank needs, and maximum limit that it requests."""
+"""Limits on open files: the minimum that a rank needs, and the maximum that a rank requests."""
 
 WORKERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 COMPILE_WORKERS: Final = 32

@@ -33,8 +33,8 @@ def start_groups(config: Config, **options: str) -> Groups:
 
     Raises RanksDifferError if ranks differ in settings, `options`, code or versions. Raises
     CollectiveError if not all ranks start within `parallel.timeout_seconds`. Raises ConfigError if
-    this process is one of several ranks but MASTER_ADDR is missing, so that it cannot reach the
-    others. Also raises the ConfigError of `check_restarts` and `allow_open_files`.
+    there are several ranks but MASTER_ADDR is not set. Also raises the ConfigError of
+    `check_restarts` and `allow_open_files`.
     """
     if world_size() > 1 and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
@@ -98,8 +98,8 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """If facts differ between ranks, raise a RanksDifferError with one line per differing fact on
-    all ranks. Collective."""
+    """If facts differ between ranks, raise RanksDifferError on all ranks. The message contains one
+    line per differing fact. Collective."""
     lines = disagreements(facts)
     if lines:
         raise RanksDifferError("\n".join(lines))

@@ -31,7 +31,7 @@ class ExpertBalance:
 
     def step(self, active: Tensor) -> None:
         """Update the expert bias after an optimizer step. If `active` is False, the step was
-        skipped, and the bias stays as it is."""
+        skipped, and the bias remains unchanged."""
         moe = self.config.moe
         if moe is None:
             return
@@ -44,8 +44,8 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return the MaxVio of each layer in the last step, or {} for dense models. Waits for the
-        same events as `metrics`."""
+        """Return the MaxVio of each layer in the last step, or {} for dense models. Unless the
+        model is dense, waits for the device and all pipeline stages."""
         moe = self.config.moe
         if moe is None:
             return {}

@@ -247,9 +247,9 @@ def momentum_spectrum(momentum: Tensor) -> Figures:
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
     """Compute the stable rank `[]` and the root mean square `[]` of a weight's inputs.
 
-    `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. For the embedding, whose inputs are
-    one-hot vectors, `gram` is the diagonal `[rows]` of their Gram matrix, and the only metric is
-    the stable rank, 1 / (share of the most frequent token).
+    `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. The inputs of the embedding are
+    one-hot vectors, and `gram` is the diagonal `[rows]` of their Gram matrix. In this case, the
+    only metric is the stable rank, 1 / (share of the most frequent token).
     """
     gram = gram.double()
     if gram.ndim == 1:
@@ -270,8 +270,8 @@ def gram_root(gram: Tensor) -> Tensor:
 
 
 def output_figures(weight: Tensor, root: Tensor) -> Figures:
-    """Compute the stable rank `[]` of W A, the outputs for inputs A, from W `[rows, cols]` and a
-    root R of A A^T.
+    """Compute the stable rank `[]` of the outputs W A for the inputs A. `weight` is W `[rows,
+    cols]`, and `root` is a root R of A A^T.
 
     W R has the same singular values as W A, but R is only `[cols, cols]`.
     """
@@ -287,9 +287,9 @@ def pair(units: dict[str, Record]) -> None:
     """Add to the records the metrics that combine several units, or measurements from several
     ranks.
 
-    The criterion compares each weight with its input. The attention output projection is compared
-    with the input of q, k and v, as in table 2 of "When do spectral gradient updates help in deep
-    learning?".
+    The criterion compares the gradient of each weight with the input of the weight. The attention
+    output projection is compared with the input of q, k and v, as in table 2 of "When do spectral
+    gradient updates help in deep learning?".
     """
     attention = {
         record["layer"]: record["input_stable_rank"]

@@ -288,7 +288,8 @@ class Monitors:
 
     def _inspect_pc(self) -> None:
         """Record the metrics of PC layers that cannot be computed from the gathered parameters.
-        If the parameter is PC(W), these are the metrics of W; if it is W, the metrics of PC(W).
+        These are the metrics of W if the parameter is PC(W), and the metrics of PC(W) if the
+        parameter is W.
         """
         for stack in self.optimizer.materialized:
             measured = figures.weight_figures(stack.weight)

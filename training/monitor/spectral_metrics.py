@@ -1,5 +1,5 @@
-"""Metrics of PC layers, refused updates and multiplier solves that missed their tolerance, reduced
-across ranks."""
+"""Metrics across all ranks: PC layers, refused updates, and multiplier solves that missed their
+tolerance."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Refusals:
 
     Attributes:
         total: number of refusals reported since the start of the run, across all ranks.
-        worst: (name, length) of the longest streak of refusals of one unit before the last report.
+        worst: unit with the most consecutive refusals before the last report, as (name, number).
     """
 
     def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
@@ -87,8 +87,8 @@ def over_ranks(optimizer: DistributedOptimizer, count: Tensor) -> float:
 
 
 class SpectralMetrics:
-    """Counts events over all units and ranks. The metrics of individual units are in
-    monitors.jsonl."""
+    """Counts unconverged solves, refused updates and norm corrections over all units and ranks. The
+    metrics of individual units are in monitors.jsonl."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
@@ -132,7 +132,7 @@ class SpectralMetrics:
     def summary(self) -> dict[str, float]:
         """Return the metrics of solves, refusals and PC layers. Waits for the device and all ranks.
 
-        spectral/unconverged  number of missed solves since the start of the run
+        spectral/unconverged  number of solves so far that missed their tolerance
         pc/domain/max      largest normalised singular value; the polynomials are fitted on [0, 1.1]
         pc/domain/outside  number of corrections in logged steps so far, for units outside [0, 1.1]
         pc/gamma/min, max  smallest and largest gamma over all units

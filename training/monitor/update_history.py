@@ -1,8 +1,8 @@
 """Updates of a monitored step and of the steps before it.
 
-The update of a step, which includes retraction but not weight decay, is the weights after the step
-minus the weights before it. The history stores the weights before the monitored step, and before
-each of the preceding steps that the metrics require.
+The update of a step is the change of the weights in this step, including retraction but excluding
+weight decay. The history stores the weights before the monitored step, and before each of the
+preceding steps that the metrics require.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,8 +51,8 @@ class UpdateHistory:
         self.moments.clear()
 
     def begin(self, steps_left: int) -> None:
-        """Store the weights before the current step if the next monitored step, which is
-        `steps_left` steps ahead, needs them."""
+        """Store the weights before the current step if the next monitored step requires them. The
+        next monitored step is `steps_left` steps ahead."""
         if steps_left >= self.depth:
             self.forget()
             return

@@ -1,4 +1,4 @@
-"""The output of a dry run: the plan, whether it fits the GPUs, and remedies if it does not.
+"""Output of a dry run: the plan, a verdict on whether the run fits the GPUs, and remedies.
 
-Start with plan_commands.py.
+Read plan_commands.py first.
 """

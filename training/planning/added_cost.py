@@ -1,8 +1,8 @@
 """Estimate the time that monitors and task evaluation add to a run.
 
 A monitored step computes the singular values of every weight, runs matmuls for all other metrics,
-and accumulates sums during the forward and backward passes. A null interval is replaced by an
-interval that adds at most 1% to the run time.
+and accumulates sums during the forward and backward passes. If `monitors.interval` is null, an
+interval that adds at most 1% to the run time is chosen.
 """
 
 import math
@@ -85,7 +85,7 @@ class MonitorCost:
 def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCost:
     """Return the cost of a run's monitors on `ranks` devices of the same type as `device`.
 
-    If the planner does not know the GPU type, the cost is computed for `plan.device`.
+    If the planner does not support the GPU type, the cost is computed for `plan.device`.
     """
     interval = config.monitors.interval
     if interval == 0 or device.type != "cuda":
@@ -103,7 +103,8 @@ def run_hours(config: Config, planned: Plan) -> float:
 
 
 def planned_cost(config: Config, planned: Plan) -> MonitorCost:
-    """Return the cost of a planned run's monitors. If the interval is null, choose it."""
+    """Return the cost of a planned run's monitors. If `monitors.interval` is null, an interval is
+    chosen."""
     interval, step = config.monitors.interval, planned.time.total
     if interval == 0:
         return MonitorCost(0)
@@ -190,8 +191,8 @@ def score_seconds(shape: StepShape) -> float:
 
 
 def task_cost(config: Config, planned: Plan) -> str | None:
-    """Describe the cost of evaluating the config's tasks, or the reason why it is unknown. Returns
-    None if there are no tasks."""
+    """Describe the cost of evaluating the config's tasks, or the reason why the cost is unknown.
+    Returns None if there are no tasks."""
     section, train = config.tasks, config.train
     if not section.files:
         return None

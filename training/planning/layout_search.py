@@ -88,7 +88,8 @@ class Layouts:
         return holds(layout_checks(config)) and fits(config, self.gpus)
 
     def sound(self, changes: Changes) -> bool:
-        """Return whether a variant passes the cross-section checks not related to the layout."""
+        """Return whether a variant passes the cross-section checks that are unrelated to the
+        layout."""
         return holds(run_checks(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:
@@ -154,8 +155,8 @@ BEST: Final = 10
 
 
 def best_layouts(layouts: Layouts) -> list[Variant]:
-    """Return the `BEST` fastest layouts that fit, from fastest to slowest. Each layout has the
-    micro-batch size, recomputation and loss chunk with which it is fastest."""
+    """Return the `BEST` fastest layouts that fit, from fastest to slowest. Each layout is returned
+    with the micro-batch size, recomputation and loss chunk for which it is fastest."""
     flops = layouts.owned_flops()
     bounds: list[tuple[float, Changes]] = []
     with progress(lambda: f"comparing lower bounds: {len(bounds):,} layouts may fit so far"):

@@ -1,5 +1,6 @@
 """The planning commands `pretrain.py --dry-run` and `pretrain.py --fit`. If a run does not fit its
-devices, they find the cheapest changes that make it fit."""
+devices, `--dry-run` lists changes that save memory and, if possible, a combination of changes that
+makes the run fit."""
 
 import json
 import os
@@ -39,7 +40,7 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
     """Print the plan of a run, and write it to `json_file` if given.
 
     `gpus` defaults to torchrun's world size if that is above 1, otherwise to `plan.gpus`. If
-    `plan.gpus` is null, it defaults to the smallest legal number.
+    `plan.gpus` is null as well, `gpus` defaults to the smallest legal number of GPUs.
     """
     config = with_vocabulary(config)
     warn(config)
@@ -68,7 +69,7 @@ def fit(
     """Print the fastest layouts for a run, and write the best one to `write` as a config that
     extends `base` and includes `overrides`.
 
-    Raises ConfigError if no layout is legal or none fits.
+    Raises ConfigError if no layout is legal or no legal layout fits.
     """
     config = with_vocabulary(config)
     warn(config)

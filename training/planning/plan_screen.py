@@ -22,7 +22,7 @@ from training.report.text import table
 
 SHOWN_STAGES: Final = 8
 """Up to this number of pipeline stages, each stage has a column. With more stages, only the first,
-the heaviest and the last one have columns."""
+the heaviest and the last stage have columns."""
 SMALL: Final = 0.005
 """Kinds of traffic that make up less than this fraction of the bytes sent by a rank are merged into
 one row."""
@@ -34,7 +34,7 @@ UNCOUNTED: Final = "FLOPs of rule {}, which has no `cost`; a rehearsal (--rehear
 
 
 def describe(config: Config, planned: Plan) -> str:
-    """Format a plan: sizes, memory, traffic and time, and whether the run fits."""
+    """Format a plan: units, sizes, memory, traffic, time, and a verdict on whether the run fits."""
     several = len(config.data.train) > 1 or config.data.phases
     sections = {
         "units": unit_table(config_routes(config)),
@@ -221,7 +221,7 @@ FIGURES: Final = {
 
 
 def unit_table(routes: Sequence[Route]) -> str:
-    """Return a table with one row per combination of role, shape, rule and `FIGURES`.
+    """Return a table of all units. Units with the same role, shape, rule and `FIGURES` share a row.
 
     For each role, rows are sorted by descending number of units.
     """

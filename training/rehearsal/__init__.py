@@ -3,5 +3,5 @@
 GPU tensors have shapes but no values. Process groups can have any size, but no peers exist. Instead
 of calling CUDA, NCCL and Triton, rehearsals record launches, collectives, memory, stream order and
 host syncs. No code outside this folder depends on rehearsals. All patches are applied by this
-folder and last until the process exits. Start with rehearse.py.
+folder and last until the process exits. Read rehearse.py first.
 """

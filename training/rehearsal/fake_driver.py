@@ -52,7 +52,7 @@ def cache() -> Path:
     """Return the folder for the compiled library: in the user's cache or, if that is not possible,
     in the folder for temporary files.
 
-    If other users can write to an existing temporary folder, a new one is created.
+    If other users can write to an existing temporary folder, a new folder is created.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (home / "spectrain", Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"):

@@ -1,6 +1,6 @@
 """Mimic kernels and tensor types that differ on a GPU.
 
-Without a GPU, PyTorch chooses different attention kernels, and its builds without CUDA run a norm
+Without a GPU, PyTorch chooses different attention kernels. PyTorch builds without CUDA run a norm
 as five operations. Launches of Spectrain's Triton kernels and liger-kernel's loss kernels are
 recorded. If requested, each specialisation of Spectrain's kernels is compiled once.
 """
@@ -138,12 +138,13 @@ class FusedFunction:
 
 
 def install_fused(trace: Trace, mode: DeviceTensors) -> None:
-    """Until this process exits, replace `torch.compile`, and `rms_norm` for device tensors.
+    """Until this process exits, replace `torch.compile`. Also replace `rms_norm`, but only for
+    device tensors.
 
     A fused function reads its arguments once and writes its results once. The function's backward
     pass reads the saved arguments and the gradients of the results, and writes the gradients of the
-    arguments. Gains are among these arguments, because inductor reduces over rows and over columns
-    in the same kernel.
+    arguments. The same kernel also writes the gradient of a gain, because inductor reduces over
+    rows and over columns in one kernel.
     """
 
     class Fused(torch.autograd.Function):
@@ -236,8 +237,8 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """Stand in for `module.to(device)`, which cannot convert a real parameter to a fake one in
     place.
 
-    Attributes of the parameter, such as Megatron's tensor-parallel attributes, are copied to the
-    fake parameter if it does not have them yet.
+    Attributes that the fake parameter lacks, such as Megatron's tensor-parallel attributes, are
+    copied from the real parameter.
     """
     for each in module.modules():
         for name, parameter in list(each._parameters.items()):

@@ -3,10 +3,10 @@ ranks.
 
 Within a group, the calls of all ranks must have the same operation, dtype and size, in the same
 order. In an all-to-all, the number of elements that rank a expects from rank b must match the
-number that b sends to a. Between two ranks, the sends and receives in each batch of one rank must
-match the receives and sends in the same batch of the other rank. All calls must be able to complete
-under NCCL's rules: a group runs one call at a time, and a call waits until its peers have started
-the same call.
+number that b sends to a. In each batch of point-to-point calls between two ranks, every send must
+match a receive in the same batch on the other rank, and vice versa. All calls must be able to
+complete under NCCL's rules: a group runs one call at a time, and a call waits until its peers have
+started the same call.
 """
 
 from collections import defaultdict
@@ -32,15 +32,16 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
 
 Event = tuple[int, int, str]
 """An event is (rank, call number, kind). Kind "stream" means that the current stream reaches the
-call, kind "call" that the call runs. All calls of a batch have the number of the batch's first
-call."""
+call, and kind "call" means that the call runs. All calls of a batch have the number of the batch's
+first call."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Yield a message for each rank with a call that never starts. `calls` must have no mismatches.
+    """Yield a message for each rank with a call that never starts. `calls` must not contain
+    mismatches.
 
     A group runs its calls in sequence. A call starts after the work that the current stream has
-    waited for, and completes once all of its peers have started the same call.
+    waited for. The call completes once all of its peers have started the same call.
     """
     needs: dict[Event, set[Event]] = {}
     peers: dict[Event, set[Event]] = defaultdict(set)
@@ -95,7 +96,8 @@ def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event
 
 
 def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
-    """Map the name of each group in use to the ranks of the group whose calls are known."""
+    """Map the name of each group in use to the ranks of the group. Ranks that are not in `calls`
+    are omitted."""
     groups = {call.channel: call.group for of_rank in calls.values() for call in of_rank}
     return {name: tuple(r for r in group if r in calls) for name, group in groups.items()}
 

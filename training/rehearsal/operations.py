@@ -121,8 +121,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def arguments(
     kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads and the tensors among its arguments that it
-    writes."""
+    """Return two lists of tensors among an operation's arguments: the tensors that the operation
+    reads, and the tensors that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
@@ -167,8 +167,8 @@ def work_of(
     writes: Sequence[Tensor],
     out: Any,
 ) -> Work:
-    """Return the work of an operation that reads each of `reads` once and writes each of `writes`
-    once. `out` is its result."""
+    """Return the work of an operation that reads each tensor in `reads` once and writes each tensor
+    in `writes` once. `out` is the result of the operation."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     multiplied = reads[-2:] if packet in PRODUCTS else reads
     operands = next((OPERANDS[x.dtype] for x in multiplied if x.dtype in OPERANDS), "fp32")

@@ -1,4 +1,4 @@
-"""Create the simulated device of a rehearsal process on import.
+"""Importing this module creates the simulated device of a rehearsal process.
 
 The device must exist before torch is imported. Each fork of the process rehearses one rank.
 """

@@ -131,8 +131,9 @@ class RehearsedGroup(ProcessGroup):
         return self._run("receive", [], tensors, None, **source)
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the number of elements of `tensor` sent to, or received from, each rank. `rows` is
-        the number of rows of `tensor` for each rank; if it is empty, elements are split evenly."""
+        """Return the number of elements of `tensor` that are sent to or received from each rank.
+        `rows` is the number of rows of `tensor` for each rank; if `rows` is empty, elements are
+        split evenly."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         if sum(rows) != tensor.shape[0]:
@@ -144,7 +145,7 @@ class RehearsedGroup(ProcessGroup):
     def _run(
         self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], opts: Any, **call: Any
     ) -> Work:
-        """Record a collective. `call` holds the remaining fields of its `Call`."""
+        """Record a collective. `call` contains the remaining fields of the `Call`."""
         backend, tensors = dist.get_backend(self), [*reads, *writes]
         on_device = backend == "nccl"
         for tensor in tensors:
@@ -259,14 +260,14 @@ def _install_exchanges(trace: Trace) -> None:
         note("broadcast_object_list", group)
 
     def first_rank(call: Callable[[], Any]) -> Any:
-        """Return the result of `call`, because every rehearsed rank acts as the first rank."""
+        """Return the result of `call`: every rehearsed rank acts as the first rank."""
         note("broadcast_object_list")
         return call()
 
     real_stage = StatePlanner.stage
 
     def stage(planner: StatePlanner, *arguments: Any) -> SavePlan:
-        """Copy the state, but return an empty plan, for which no writer process is started."""
+        """Copy the state, but return an empty plan, so that no writer process is started."""
         real_stage(planner, *arguments)
         planner.index = Metadata({})  # every rehearsed rank writes the file
         return SavePlan([])

@@ -107,7 +107,7 @@ def check(process: ForkServerProcess, path: Path) -> None:
 def rehearse(job: bytes, path: Path) -> None:
     """Rehearse one job, write its report to `path`, and exit.
 
-    If its parent process exits, the process exits, too.
+    The process also exits if its parent process exits.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,4 +1,4 @@
-"""Locate the source lines of events in the rehearsed program, and patch its functions."""
+"""Locate the source lines of events in the rehearsed program, and patch the program's functions."""
 
 import sys
 from functools import cache

@@ -92,8 +92,8 @@ def with_known_kernels(config: Config) -> Config:
     """Return `config` with kernels that rehearsals support.
 
     The aot_eager backend replaces inductor. If liger-kernel is not installed on this machine, the
-    loss is rehearsed operation by operation. If triton is not installed, backward passes are
-    compiled, too.
+    loss is rehearsed operation by operation. If triton is not installed, backward passes are also
+    compiled.
     """
     compiled = compiled_on_gpu(config) and config.train.compile != "aot_eager"
     train = replace(config.train, compile="aot_eager" if compiled else None)
@@ -110,9 +110,9 @@ def with_known_kernels(config: Config) -> Config:
 class RankReport:
     """The report of one rank.
 
-    error    first error and where it occurred; None if there was none
+    error    first error and its source line; None if there was no error
     counts   counts by step and phase
-    marks    counts so far, at the start of each forward pass in the plain step
+    marks    counts at the start of each forward pass in step `PLAIN_STEP`
     findings messages about unordered accesses and float32 matmuls in TF32
     calls    collectives in program order
     side_pools        bytes reserved by the allocator for streams other than the default stream
@@ -172,7 +172,7 @@ class Job:
 
 
 def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:
-    """Until this process exits, replace the GPU and all other ranks."""
+    """Until this process exits, simulate the GPU and all other ranks."""
     os.environ |= {
         "RANK": str(trace.rank),
         "WORLD_SIZE": str(world),

@@ -31,7 +31,7 @@ BACKWARD: Final = 0.66
 class Report:
     """The report of a rehearsal. If several ranks are rehearsed, all values are maxima over ranks.
 
-    error      first error and where it occurred; None if the run would succeed
+    error      first error and its source line; None if the run would succeed
     phases     counts for a step without periodic work (forward_backward and optimizer), for the
                additional work in a monitored and logged step (monitors), for a validation with two
                micro-batches from each set, and for a save
@@ -115,8 +115,8 @@ def combined(
 def step_seconds(reports: Sequence[RankReport]) -> float:
     """Return the modelled step time of the slowest rank, including its wait for other stages.
 
-    As in a plan (parallel/plan/step_time.py), gradient reduction overlaps with the last
-    micro-batch's backward pass, and weight gathering with the first micro-batch's forward pass.
+    As in a plan (parallel/plan/step_time.py), gradient reduction overlaps with the backward pass of
+    the last micro-batch. Weight gathering overlaps with the forward pass of the first micro-batch.
     """
     slowest, parallel = 0.0, reports[0].scenario.config.parallel
     passes: dict[int, float] = {}
@@ -139,7 +139,7 @@ def first_error(
     reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
 ) -> str | None:
     """Return a message on the first failure: an error, running out of memory, unordered accesses or
-    a hang. Return None if there is none."""
+    a hang. Return None if there is no failure."""
     for each in reports:
         if each.error is not None:
             return f"rank {each.rank}: {each.error}"
@@ -183,8 +183,9 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
     """Return the counts for one micro-batch.
 
-    The counts are derived from the difference between the starts of the last two rounds of forward
-    passes. If there is only one round, `counts` is divided by the number of micro-batches.
+    The counts at the forward pass one round earlier are subtracted from the counts at the last
+    forward pass. The difference is divided by the number of micro-batches per round. If there is
+    only one round, `counts` is divided by the number of micro-batches instead.
     """
     stages = report.scenario.config.parallel.pipeline
     round_of = stages * report.scenario.config.parallel.virtual_pipeline
@@ -248,7 +249,8 @@ HEADER: Final = (
 
 
 def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:
-    """Return one line for each source line at which a plain step waits for the device."""
+    """Return one line for each source line at which a step without periodic work waits for the
+    device."""
     counts = sum(counters, Counter())
     return [f"{title} in every step: {count} {place}" for place, count in counts.most_common(SHOWN)]
 
@@ -314,8 +316,8 @@ def run(config: Config, options: argparse.Namespace) -> int:
 
 
 def chosen(config: Config, rank: int | None, world: int) -> list[int]:
-    """Return the ranks to rehearse. If `rank` is None, these are the first ranks of all pipeline
-    stages; if it is -1, all ranks; otherwise, only `rank`."""
+    """Return the ranks to rehearse: the first rank of each pipeline stage if `rank` is None, all
+    ranks if `rank` is -1, and otherwise only `rank`."""
     if rank is None:  # the pipeline is the outermost axis of Megatron's ranks
         return list(range(0, world, world // config.parallel.pipeline))
     if rank >= world:

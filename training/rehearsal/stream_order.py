@@ -43,7 +43,7 @@ class Access:
 @dataclass
 class Memory:
     """State of one storage: the stream that allocated it, and the accesses to its parts. An access
-    is dropped once a later access covers all of its bytes."""
+    is dropped once a later access covers all bytes of the earlier access."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
@@ -125,8 +125,8 @@ class StreamOrder:
     def free(self, storage: int) -> None:
         """Stop tracking memory freed by the host.
 
-        The stream on which the memory was allocated may reuse it, so the accesses of all other
-        streams must be ordered before the next work on this stream.
+        The stream that allocated the memory may reuse it. Therefore, the accesses of all other
+        streams must be ordered before the next work on the allocating stream.
         """
         memory = self._memory.pop(storage)
         now = Access(memory.stream, self._number, "memory reuse", "the allocator")

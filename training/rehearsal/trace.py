@@ -86,8 +86,8 @@ class Counts:
 
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
-    """Combine two numbers by calling `number`, and two records or mappings by combining their
-    entries. Zeros in counters are dropped."""
+    """Combine two values of the same type. Numbers are combined by `number`; records and mappings
+    are combined entry by entry. Zeros in counters are dropped."""
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
     if isinstance(one, dict):
@@ -125,8 +125,8 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a process group. Some of the fields must be equal, or must match, across the ranks
-    of the group.
+    """A call of a process group. Some of the fields must be equal or must match on all ranks of the
+    group.
 
     group     global ranks of the group, in group order
     channel   name of the group; several groups may have the same ranks
@@ -174,8 +174,8 @@ class Allocations:
     """Tracks each storage from its first use until the host frees it.
 
     live, peak   current bytes, and peak bytes since `peak` was reset
-    pools        peak bytes by the stream current at allocation: PyTorch's allocator has a pool per
-                 stream, whose freed memory cannot be used by other streams
+    pools        peak bytes allocated while each stream was current: PyTorch's allocator uses one
+                 pool per stream, and other streams cannot use the freed memory of this pool
     """
 
     def __init__(self, order: StreamOrder) -> None:
@@ -188,8 +188,9 @@ class Allocations:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def storage(self, tensor: Tensor, stream: int) -> int:
-        """Return the id of a tensor's storage. On its first use, add its size to `live`, and
-        subtract it when the storage is freed. `stream` is the current stream."""
+        """Return the id of a tensor's storage. The size of the storage is added to `live` on first
+        use, and subtracted from `live` when the storage is freed. `stream` is the current
+        stream."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number in self._known:
@@ -270,8 +271,8 @@ class Trace:
     def within(self, name: str) -> Iterator[None]:
         """Context manager to count work as part `name` of the run.
 
-        Work after the end of an outermost context counts toward the same part until the next
-        context starts. Names not in `PHASES` are ignored.
+        After an outermost context ends, further work still counts toward this context's part until
+        the next context starts. Names not in `PHASES` are ignored.
         """
         if name not in PHASES:
             yield

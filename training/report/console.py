@@ -1,5 +1,4 @@
-"""Console output of a run: how to stop it, what it trains, a line per logged step, and what to run
-next."""
+"""Console output of a run: opening lines, a line per logged step, and commands to run next."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,8 +17,8 @@ from training.report.text import duration, short
 
 
 def start_line(config: Config) -> str:
-    """Return the first console line, printed before torch is imported: the run's name and folder,
-    and how to stop the run."""
+    """Return the first console line: the run's name and folder, and instructions to stop the run.
+    The line is printed before torch is imported."""
     folder = config.run.dir
     stop = quote(f"{folder}/STOP")
     how = "saves and stops"
@@ -29,8 +28,8 @@ def start_line(config: Config) -> str:
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:
-    """Yield lines on the model, layout, tokens, rules and unmatched validation sets. `config` must
-    set the vocabulary size."""
+    """Yield console lines on the model, layout, tokens and update rules. A line is added if
+    `val/loss` weights all validation sets equally. The vocabulary size must be set in `config`."""
     train, optimizer = config.train, config.optimizer
     size = model_size(config.model, train.sequence_length)
     model = f"{config.model.family} with {short(size.parameters)} parameters"
@@ -124,7 +123,7 @@ def next_commands(config: Config) -> Iterator[str]:
 
 
 def validation_lines(metrics: Mapping[str, Any], step: int, tasks: Iterable[str]) -> Iterator[str]:
-    """Yield the lines on validation losses and scores of `tasks`, if `metrics` contains any."""
+    """Yield lines on the validation losses and the scores of `tasks` that `metrics` contains."""
     losses = [
         f"{name.split('/')[1]} {value:.4f}"
         for name, value in metrics.items()

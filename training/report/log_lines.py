@@ -104,7 +104,7 @@ class LogLines:
 
 
 def read_lines(path: Path) -> LogLines:
-    """Read all readable lines of a file. If the file does not exist, there are none.
+    """Read all readable lines of a file. If the file does not exist, the result is empty.
 
     Text after the last newline is an unfinished line and is ignored.
     """

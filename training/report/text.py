@@ -62,7 +62,7 @@ _open: list[Callable[[], str]] = []
 def progress(state: Callable[[], str]) -> Iterator[None]:
     """Print the elapsed time and `state()` to stderr at growing intervals while the block runs.
 
-    If blocks are nested, only the innermost one prints. A block that ends within `FIRST` seconds
+    If blocks are nested, only the innermost block prints. A block that ends within `FIRST` seconds
     prints nothing.
     """
     start, ended = time.monotonic(), threading.Event()
@@ -85,6 +85,6 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
 
 
 def pause(passed: float) -> float:
-    """Return the number of seconds to wait before the next progress line, given the seconds
-    `passed` since the start."""
+    """Return the number of seconds to wait before the next progress line. `passed` is the number of
+    seconds since the start."""
     return max(FIRST, GROWTH * passed)
