@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def chosen(
     run: Path, output: Path, requested: Sequence[int] | None, last: int | None
 ) -> tuple[list["CheckpointInfo"], list[str]]:
-    """Return the checkpoints to average, sorted by step, and a description of each checkpoint left
-    out.
+    """Return the checkpoints to average, sorted by step, and a description of each checkpoint that
+    is left out.
 
     Raises InputError if a requested step has no checkpoint, if the output is inside a run's
     checkpoint folder, or if fewer than two checkpoints remain. Raises BrokenCheckpointError if a

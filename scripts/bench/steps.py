@@ -6,10 +6,10 @@
 
 Each argument of `--sets` is a set of matrices: COUNTxROWSxCOLS, or several of these, separated by
 commas. With `--config`, the script measures the matrices that the busiest rank owns, once for each
-number of ranks in `--shares`. In this case, our rules use the recipe's settings and msign, with
+number of ranks in `--shares`. With `--config`, our rules use the recipe's settings and msign,
 bfloat16 weights and float32 master weights. Without `--config`, our rules use the library's
-defaults with float32 weights. Rows named "equal" use five msign steps in bfloat16, the default in
-the other libraries. All other optimizers update float32 weights.
+defaults and float32 weights. Rows named "equal" use five msign steps in bfloat16, which is the
+default in the other libraries. All other optimizers update float32 weights.
 
 `--peers` is a folder with checkouts of other projects. The folder may contain the subfolders dion
 (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
@@ -18,9 +18,9 @@ the Muon of gram-newton-schulz uses torch matmuls. On a GPU, each project uses i
 
 All optimizers take turns updating identical weights with identical gradients on a single thread.
 The table shows the median CPU time or, on a GPU, the median device time and host time. Under
-torchrun, the weights are sharded by rows across all ranks, as with FSDP2, and each row shows the
-mean CPU time per rank and the total bytes sent by all ranks. Only our optimizers and dion's can
-update sharded weights.
+torchrun, the weights are sharded by rows across all ranks, as with FSDP2. Each row of the table
+then shows the mean CPU time per rank and the total bytes sent by all ranks. Only our optimizers and
+dion's can update sharded weights.
 """
 
 import argparse

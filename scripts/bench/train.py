@@ -222,7 +222,8 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory: allocated since the last reset on a GPU, resident on a CPU."""
+    """On a GPU, return the peak allocated memory since the last reset. On a CPU, return the peak
+    resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

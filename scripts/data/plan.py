@@ -103,7 +103,7 @@ class SetPlan:
         return replace(self, portions=portions)
 
     def outputs(self) -> dict[str, list[str]]:
-        """Return the sources of each set to write, keyed by NAME.train or NAME.validation."""
+        """Return the sources of each token set, keyed by NAME.train or NAME.validation."""
         outputs: dict[str, list[str]] = {}
         for portion in self.portions:
             for name in self.outputs_of(portion):

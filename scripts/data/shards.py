@@ -34,7 +34,7 @@ class ShardEntry:
 
     key      identifies the preparation, the shard and the contents of the inputs it reads
     dtype    token dtype
-    parts    (documents, tokens) for each input, in order, by its index in the preparation
+    parts    (documents, tokens) for each input, in order, keyed by index in the preparation
     left     (first, end) ranges of inputs that the shard left unfinished
     decoded  statistics of the documents decoded, by set name
     sha256   hashes of the token and record files
@@ -60,8 +60,7 @@ def hashes(folder: Path) -> dict[str, str]:
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
     """Return the key of a shard (see `ShardEntry`).
 
-    `identities` are the identities of all inputs. An input that the shard does not read does not
-    affect the key.
+    `identities` are the identities of all inputs. Only inputs that the shard reads affect the key.
     """
     kept = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
     return f"{preparation.fingerprint(kept)} {shard.number + 1}/{shard.count}"

@@ -1,11 +1,11 @@
 """Turn a run's own validation sets into lm-eval tasks that work offline.
 
 Validation during training evaluates windows of the token stream. A task contains the text of the
-same windows, starting at the stream's second token. Each document of a task consists of consecutive
-windows, so lm-eval splits the text at the same tokens as the trainer. Bits per byte therefore
-agree, except for the first token of each document. The standard error is computed over documents.
-With `data.document_mask`, a task's documents are the documents of the validation set, split at
-window boundaries as in the trainer.
+trainer's validation windows, starting at the stream's second token. Each document of a task
+consists of consecutive windows, so lm-eval splits the text at the same tokens as the trainer. Bits
+per byte therefore agree, except for the first token of each document. The standard error is
+computed over documents. With `data.document_mask`, a task's documents are the documents of the
+validation set, split at window boundaries as in the trainer.
 """
 
 import json

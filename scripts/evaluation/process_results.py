@@ -21,7 +21,8 @@ def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[st
 
 
 def error_of_bits(items: Sequence[Pair]) -> float:
-    """Return the standard error of bits per byte, which is a ratio of sums over documents."""
+    """Return the standard error of bits per byte, computed for a ratio of two sums over
+    documents."""
     if len(items) < 2:
         return math.nan
     total = sum(size for _, size in items)

@@ -210,7 +210,7 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Check]:
-    """Yield a check of `measured` for each number in `expected`, matched by path."""
+    """For each number in `expected`, yield a check of the number at the same path in `measured`."""
     if isinstance(expected, str):
         low, high = bounds(expected)
         yield Check(", ".join(path), measured, low, high, "recorded", ", ".join(path[:-1]))
@@ -223,7 +223,7 @@ def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Ch
 def bounds(text: str) -> tuple[float, float]:
     """Parse a range: `LOW to HIGH`, `NUMBER ± PERCENT%` or `NUMBER`.
 
-    `NUMBER` alone means plus or minus one unit in its last digit.
+    `NUMBER` alone means NUMBER plus or minus one unit in the last digit.
     """
     if " to " in text:
         low, high = text.split(" to ")

@@ -100,8 +100,8 @@ def opened(source: Path) -> tuple[CheckpointInfo, CheckpointWeights]:
 def new_folder(
     target: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> Iterator[Path]:
-    """Yield a folder with weight files (see `write_shards`), which becomes `target` if the context
-    exits without an error."""
+    """Yield a folder with weight files (see `write_shards`). The folder becomes `target` if the
+    context exits without an error."""
     check_room(target, sum(entry.nbytes for entry in entries.values()))
     with AtomicFolder(target, partial(check_free, target)) as folder:
         write_shards(folder.path, entries, tensors, limit)
@@ -135,7 +135,8 @@ def raise_problems(info: CheckpointInfo) -> None:
 
 
 def stored_dtype(info: CheckpointInfo) -> str:
-    """Return the name of the training dtype or, for imported weights, of the stored dtype."""
+    """Return the name of the training dtype. For imported weights, return the name of the stored
+    dtype."""
     if info.imported:
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]

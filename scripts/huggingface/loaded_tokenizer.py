@@ -1,4 +1,4 @@
-"""Tokenizers as loaded by transformers, compared with their tokenizer.json."""
+"""Load tokenizers with transformers and compare them with tokenizer.json."""
 
 import contextlib
 import sys

@@ -1,7 +1,7 @@
 """Measured results behind the rows of docs/papers.md, committed as JSON.
 
-The JSON contains each run's command, config hash, versions and metric series over the monitored
-steps, or the losses of each variant in a study.
+For runs, the JSON contains each run's command, config hash, versions and metric series over the
+monitored steps. For a study, the JSON contains the losses of each variant.
 """
 
 import hashlib
@@ -110,7 +110,7 @@ def seeded(command: str, seeds: Sequence[int]) -> list[str]:
 
 
 def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of a result file for the study that one of `commands` runs.
+    """Return the contents of a result file for a study, which is run by one of `commands`.
 
     Raises InputError if the study is unfinished or does not match its YAML file.
     """
@@ -148,7 +148,7 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
 
 
 def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> dict[str, Series]:
-    """Return the metric series of a study's run, whose folder is in `output`.
+    """Return the metric series of a study's run. The run folder is in `output`.
 
     Raises InputError if the folder's config or loss does not match the record.
     """
@@ -232,7 +232,8 @@ def series_of(run: RunData, text: str) -> Series:
 def values(
     run: RunData, line: Line, figure: str, role: str, layer: str | None = None
 ) -> Iterator[float]:
-    """Yield a metric for a role's matrices, or for all blocks, from a line of monitors.jsonl."""
+    """Yield the values of a metric for a role's matrices, or for all blocks, from a line of
+    monitors.jsonl."""
     records = line["blocks"].values() if role == "blocks" else run.units(line, role)
     for record in records:
         if layer is not None and record["layer"] != int(layer):

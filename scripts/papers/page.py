@@ -24,7 +24,8 @@ def figure_file(paper: str, key: str) -> Path:
 
 
 def draw(item: Item) -> Figure:
-    """Draw the committed series of a measured item or, if it has none, the losses of its study."""
+    """Draw the committed series of a measured item. If there are no series, draw the losses of the
+    item's study."""
     assert item.measure is not None and item.file is not None
     results = read_json(ROOT / item.file)
     if item.measure.series:
@@ -121,7 +122,8 @@ def spaced(key: str) -> str:
 
 
 def shown(runs: Sequence[Hours]) -> str:
-    """Format the total GPU-hours of runs and their largest GPU count, or return an empty string."""
+    """Format the total GPU-hours of runs and their largest GPU count. Return an empty string if
+    there are no runs."""
     if not runs:
         return ""
     return f"{sum(run['gpu_hours'] for run in runs):,.0f} on {max(run['gpus'] for run in runs)}"

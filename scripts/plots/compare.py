@@ -217,7 +217,7 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
 def unlike_keys(values: Sequence[dict[str, Any]]) -> list[str]:
     """Return the keys that affect training and whose values differ.
 
-    `values` holds the result of `settings_in_use` for each config.
+    `values` contains the result of `settings_in_use` for each config.
     """
     keys = dict.fromkeys(key for each in values for key in each if not UNCOMPARED.fullmatch(key))
     return [key for key in keys if len({str(each.get(key)) for each in values}) > 1]

@@ -135,7 +135,7 @@ class RunData:
                 yield unit
 
     def samples(self, figure: str) -> int:
-        """Return how many gradients or updates a noise metric was last computed from."""
+        """Return the number of gradients or updates from which a noise metric was last computed."""
         unit = next(u for line in reversed(self.monitors) for u in self.units(line) if figure in u)
         if figure.startswith("gradient"):
             return int(unit["noise_samples"])

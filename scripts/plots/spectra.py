@@ -101,8 +101,8 @@ def criterion_map(run: RunData) -> Figure | None:
 
 
 def unit_map(run: RunData, figure: str, label: str, *, is_ratio: bool = False) -> Figure | None:
-    """Draw a heat map by layer and role of a metric at its last monitored step, averaged over
-    units. The colour scale of a ratio is centred on 1."""
+    """Draw a heat map of a metric by layer and role at the metric's last monitored step. Values are
+    averaged over units. The colour scale of a ratio is centred on 1."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None

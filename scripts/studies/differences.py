@@ -59,7 +59,7 @@ def differences(
 
 
 def covered(key: str, keys: Collection[str]) -> bool:
-    """Return whether `keys` contains `key`, a section that contains it, or a key within it."""
+    """Return whether `keys` contains `key`, a parent section of `key`, or a key inside `key`."""
     return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in keys)
 
 
