@@ -288,13 +288,13 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Number of key/value heads: `kv_heads` or, if this key is null, `heads`."""
+        """Number of key/value heads. If `kv_heads` is null, this is `heads`."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_size(self) -> int:
-        """Dimension of a query or key head. Without latent attention, this is `head_dim` or, if
-        this key is null, hidden / heads."""
+        """Dimension of a query or key head. Without latent attention, this is `head_dim`, which
+        defaults to hidden / heads."""
         if self.latent is not None:
             return self.latent.nope_head_dim + self.latent.rope_head_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
@@ -335,8 +335,8 @@ class ModelConfig(Section):
 
 
 def scale_of(moe: MoEConfig) -> float:
-    """Return the multiplier for the routed experts' sum: `moe.routed_scale` or, if this key is
-    null, the SSO paper's factor."""
+    """Return the multiplier for the routed experts' sum. If `moe.routed_scale` is null, this is the
+    SSO paper's factor."""
     if moe.routed_scale is None:
         return routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
     return moe.routed_scale
@@ -346,11 +346,12 @@ def scale_of(moe: MoEConfig) -> float:
 def routed_scale(experts: int, top_k: int, shared_experts: int, score: str = "sigmoid") -> float:
     """Return the factor M that equalizes the variances of the routed and shared experts' sums.
 
-    A layer's output is sum_shared e + M sum_topk g e. If the expert outputs e are independent with
-    equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over the gates g that result from
-    N(0, 1) logits ("Controlled LLM Training on Spectral Sphere", Listing 1). For sigmoid scores, 4
-    of 64 experts and 1 shared expert, M is 1.998. M is estimated from 20,000 samples and rounded to
-    3 decimals, about the precision of the estimate. Without shared experts, M is 1.
+    A layer's output is `sum_shared e + M sum_topk g e`, where e is an expert's output and g is its
+    gate. If the outputs e are independent with equal variance, M is the mean of `sqrt(shared) /
+    sqrt(sum g^2)` over gates g that result from N(0, 1) logits ("Controlled LLM Training on
+    Spectral Sphere", Listing 1). For sigmoid scores, 4 of 64 experts and 1 shared expert, M is
+    1.998. M is estimated from 20,000 samples and rounded to 3 decimals, about the precision of the
+    estimate. Without shared experts, M is 1.
     """
     if shared_experts == 0:
         return 1.0

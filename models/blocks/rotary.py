@@ -49,7 +49,8 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         cp_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Return `turns` `[s / context ranks, 1, 1, 2 d]` for `max_seq_len` tokens and head
-        dimension d: cosines of the angles, then sines with the signs that `rotated` expects."""
+        dimension d. Cosines of the angles come first, followed by sines with the signs that
+        `rotated` expects."""
         if packed_seq:
             raise ValueError("rotary embeddings of packed sequences are not supported")
         return self._kept(max_seq_len, offset, self.cp_group if cp_group is None else cp_group)

@@ -142,8 +142,7 @@ def prepare_megatron() -> None:
 
 @contextlib.contextmanager
 def schedule_devices() -> Iterator[None]:
-    """Context manager that replaces "cuda", hard-coded in Megatron's schedules, with this host's
-    device.
+    """Context manager that uses this host's device where Megatron's schedules hard-code "cuda".
 
     It intercepts every torch function, so wrap only the schedule call in it.
     """

@@ -4,7 +4,7 @@ The time of a matmul is its FLOPs divided by the achievable FLOP/s for its shape
 other operation is its bytes divided by the copy rate, but at least the launch time. The time of
 communication is its bytes divided by the bandwidth of the slowest link. Activation communication
 does not overlap with computation. Gradient reduce-scatters overlap with the last micro-batch's
-backward pass, and weight all-gathers with the first micro-batch's forward pass.
+backward pass, and weight all-gathers overlap with the first micro-batch's forward pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -345,8 +345,8 @@ def fits_at_best(shape: StepShape, room: int) -> bool:
 def least_seconds(shape: StepShape, owned_flops: float) -> float:
     """Return a lower bound, in seconds, on the step time of any plan with this layout.
 
-    `owned_flops` are the FLOPs of the rules for all matrices, which the bound splits evenly across
-    ranks.
+    `owned_flops` are the FLOPs of the rules for all matrices. The bound splits these FLOPs evenly
+    across ranks.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     rules = rule_seconds(shape, owned_flops / shape.inputs.stage_ranks / shape.inputs.pipeline)

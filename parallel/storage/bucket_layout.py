@@ -276,9 +276,9 @@ def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
     """Assign parameters to buckets, and return the names in each bucket, in backward order. `sizes`
     maps parameter names to numbers of elements, in forward order.
 
-    A bucket holds at most two layers. The limit on its size is the size of the largest layer or 40M
-    elements, whichever is larger, but at most twice the size of the largest layer. Consecutive
-    parameters outside layers share a bucket, even if they exceed this limit.
+    A bucket holds at most two layers. The size limit is 40M elements or the size of the largest
+    layer, whichever is larger. It never exceeds twice the size of the largest layer. Consecutive
+    parameters outside layers share a bucket, even if they exceed the limit.
     """
     layer_sizes = Counter[str]()
     for name, size in sizes.items():
