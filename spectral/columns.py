@@ -1,4 +1,4 @@
-"""Assigns numbers to columns and sums of columns, and tracks which columns are used together."""
+"""Assigns numbers to columns and to sums of columns, and records which are used together."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from .weight_use import Use
 
 
 class Sums(NamedTuple):
-    """Sums or products of pairs of columns; their numbers begin at `start`."""
+    """Sums or products of two columns each, numbered consecutively from `start`."""
 
     start: int
     end: int
@@ -29,7 +29,7 @@ class Sums(NamedTuple):
         return torch.cat(moving or [*pairs])
 
     def vectors(self, numbers: Tensor) -> list[Tensor]:
-        """Return the two vectors of terms in a vector of sums, or [] if two sums share a column."""
+        """Split sums a_i + b_i into the vectors a and b. Return [] if two sums share a column."""
         pairs = self.pairs[numbers - self.start]
         separate = self.terms and len(numbers) > 1 and len(pairs.unique()) == pairs.numel()
         return [*pairs.T] if separate else []
@@ -38,7 +38,7 @@ class Sums(NamedTuple):
 class Columns:
     """Assigns each column the index of its first element in a weight, and each sum a new number.
 
-    Columns that are used together are recorded in the `Use` of their weights.
+    Columns that are used together are recorded in the weight's `Use`.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Columns:
     def matrix(self, number: int) -> Any:
         """Return an identifier for the weight and stack entry that a column belongs to.
 
-        The identifier of a sum combines those of the summed columns.
+        The identifier of a sum is the tuple of the summed columns' identifiers.
         """
         if number not in self.matrices:
             record = self.record(number)
@@ -78,7 +78,7 @@ class Columns:
         return self.matrices[number]
 
     def adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether distinct columns along an axis are in different weights or entries."""
+        """Return whether no two columns along an axis are in the same weight and stack entry."""
         line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
         vector = [*dict.fromkeys(line.long().tolist())]
         firsts = (vector[:2], vector)  # fast path: the first two usually belong to the same matrix
@@ -104,9 +104,9 @@ class Columns:
         return set[Use]().union(*(record.beneath for record, _ in self.parts(numbers)))
 
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
-        """Return numbers for elements that depend on a column in `first` and a column in `second`.
+        """Return numbers for the elements of a sum or product of `first` and `second`.
 
-        `terms` means that the elements are sums, and that their terms come from separate layers.
+        `terms` means that the result is a sum of two tensors.
         """
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
@@ -127,9 +127,9 @@ class Columns:
         return high.masked_scatter(both, (inverse + self.sums[key].start).double())
 
     def settle(self, rows: Tensor, kind: str, whole: bool = True) -> None:
-        """Record that an operation uses each row of the columns `[rows, n]` as a single vector.
+        """Record that an operation uses each row of column numbers `[count, n]` as one vector.
 
-        `whole` means that a row has exactly one number for each element of the vector.
+        `whole` means that each row lists one number per element of the vector.
         """
         for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
             used = row[row >= 0]
@@ -155,7 +155,7 @@ class Columns:
                 self.settle(torch.cat(rest)[None], kind, whole=False)
 
     def consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
-        """Record that an operation jointly uses the columns of each vector along `axes`."""
+        """Record that an operation uses each slice of `columns` along `axes` as one vector."""
         if columns is not None:
             last = {axis % columns.ndim for axis in axes}
             rest = [axis for axis in range(columns.ndim) if axis not in last]

@@ -18,7 +18,7 @@ from .parameter_state import MASTER, entry_names, rule_of
 
 WARM_UP = 2
 """Number of eager calls before capture. Libraries, kernels and communicators are initialised on
-first use, which cannot be captured."""
+first use, and this initialisation cannot be captured."""
 
 
 class CapturedCall:
@@ -65,9 +65,9 @@ class CapturedCall:
         return True
 
     def release(self) -> None:
-        """Free the graph. Subsequent calls warm up and capture again.
+        """Free the graph. The next calls warm up and capture a new graph.
 
-        Call this before destroying process groups whose collectives were captured.
+        Call this method before destroying process groups whose collectives were captured.
         """
         if self.graph is not None:
             torch.cuda.synchronize(self.device)
@@ -122,7 +122,7 @@ class CapturedStep:
         self._first: dict[str, object] | None = None  # constants at the first step
 
     def __call__(self) -> None:
-        """Take a step. Raise RuntimeError if an address or value baked into the graph changed."""
+        """Take a step. Raise RuntimeError if an address or a value in the graph has changed."""
         if self._first is not None:
             now = self._fixed()
             for name in self._first | now:

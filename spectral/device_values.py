@@ -54,9 +54,10 @@ def is_known(*tensors: Tensor) -> bool:
 
 
 def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None if a check without a host sync shows that it is all True.
+    """Return None if `predicate` is all True, else `predicate`.
 
-    If the result is None, callers can skip passes over memory that would only restore old values.
+    Callers restore old values where the result is False. If the result is None, this pass over
+    memory is unnecessary. If the check would require a host sync, the result is `predicate`.
     """
     if predicate is None or not is_known(predicate):
         return predicate
@@ -66,9 +67,9 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 def surely_finite(tensors: list[Tensor]) -> bool:
     """Return True if a check without a host sync shows that all elements are finite, else False.
 
-    The check computes norms, which NaN and infinity make nonfinite. May return False for huge
-    finite values, whose norm overflows. A norm takes half the time of `aminmax` and a twentieth of
-    the time of `isfinite`.
+    The check computes norms, which are nonfinite if an element is NaN or infinite. May return False
+    for huge finite values, whose norm overflows. A norm takes half the time of `aminmax` and a
+    twentieth of the time of `isfinite`.
     """
     if not is_known(*tensors):
         return False
@@ -81,9 +82,10 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return whether all elements are finite, as a 0-d bool on `device` (None: the first tensor's).
+    """Return whether all elements are finite, as a 0-d bool on `device`.
 
-    Computes the minimum and maximum, which, unlike a norm, cannot overflow.
+    `device` defaults to the device of the first tensor. The check computes the minimum and maximum,
+    because a norm could overflow.
     """
     device = tensors[0].device if device is None else device
     filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no maximum

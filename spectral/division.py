@@ -30,15 +30,15 @@ class Division:
     """Locations of the matrices in a parameter.
 
     Attributes:
-        rows: row counts of consecutive matrices, repeated along the outputs; empty if the parameter
-            is a single matrix (or one matrix per stack entry, group and stride offset).
+        rows: row counts of consecutive matrices, a pattern that repeats along the outputs. Empty
+            means that each stack entry, group and stride offset is one matrix.
         transposed: whether the parameter is `[in, out]` instead of `[out, in]`. With more than two
             axes (a transposed convolution), the matrix is `[out, in * ...]`.
         stacked: whether the first axis enumerates matrices, such as the experts in a layer.
         stride: number of interleaved matrices, such as gate and up: matrix j consists of outputs
             j, j + stride, ...; each interleaved matrix is further split by `rows`.
-        groups: number of equal parts into which the first axis (the second if stacked) is divided,
-            each a separate matrix, such as the groups of a transposed convolution.
+        groups: number of equal parts of the first axis (of the second axis if stacked). Each part
+            is a separate matrix, such as a group of a transposed convolution.
     """
 
     rows: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class Division:
         return cls(**{**value, **counts, "rows": tuple(map(int, rows))})
 
     def settings(self) -> dict[str, Any]:
-        """Return the division as a mapping of plain values, which `of` parses."""
+        """Return the division as a mapping of plain values, in the format that `of` parses."""
         return asdict(self) | {"rows": list(self.rows)}
 
     def boxes(self, shape: Iterable[int]) -> list[Box]:
@@ -128,7 +128,8 @@ class Division:
     def matrix(self, part: Tensor) -> Tensor:
         """Reshape one matrix's part of a parameter to `[rows, cols]`, as a view if possible.
 
-        Vectors stay `[n]`, scalars become `[1]`, and trailing axes are flattened into the second.
+        Vectors stay `[n]`, scalars become `[1]`, and trailing axes are flattened into the second
+        axis.
         """
         if part.ndim == 0:
             return part.view(1)
@@ -181,7 +182,7 @@ def intersection(box: Box, contiguous: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return `box` relative to `outer`, whose steps divide those of `box`."""
+    """Return `box` relative to `outer`. The steps of `outer` must divide the steps of `box`."""
 
     def within(indices: range, whole: range) -> range:
         start, step = (indices.start - whole.start) // whole.step, indices.step // whole.step
@@ -191,9 +192,9 @@ def relative(box: Box, outer: Box) -> Box:
 
 
 class Entry(NamedTuple):
-    """Location of a unit's part within a state entry that is stored per unit, not per element.
+    """Location of a unit's values in a state entry that is stored per unit, not per element.
 
-    The entry is flat and concatenates the parts of consecutive units.
+    The entry is a flat tensor that concatenates the values of consecutive units.
     """
 
     start: int
@@ -201,11 +202,11 @@ class Entry(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The part's location in the entry."""
+        """Range of the unit's values in the flat entry, as a box."""
         return (span_of(self.start, self.shape.numel()),)
 
     def of(self, value: Tensor) -> Tensor:
-        """Return a view of the unit's part."""
+        """Return a view of the unit's values in the entry `value`."""
         if value.numel() == self.shape.numel():
             return value.view(self.shape)
         return value.view(-1).narrow(0, self.start, self.shape.numel()).view(self.shape)
@@ -228,7 +229,7 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 
 @dataclass(frozen=True)
 class SteppedUnit:
-    """A part of a parameter that a rule updates as a whole.
+    """A unit: the part of a parameter that a rule updates as a whole.
 
     For whole-matrix rules, the unit is one matrix; for elementwise rules, it is the entire local
     part.
@@ -289,7 +290,10 @@ class SteppedUnit:
         return self.entries[name].of(value) if name in self.entries else self.read(value)
 
     def write_entry(self, name: str, entry: Tensor, value: Tensor) -> None:
-        """Copy the unit's part into a state entry, unless it is already a view of the entry."""
+        """Copy the unit's part into a state entry.
+
+        No-op if the part is already a view of the entry.
+        """
         if name not in self.entries:
             self.write(entry, value)
         elif (part := self.entries[name].of(entry)).data_ptr() != value.data_ptr():

@@ -12,7 +12,8 @@ no gradient flows through sg[s], dL/dW is orthogonal to W, so only gamma trains 
 
 PC(W) does not depend on the data. `Preconditioner.effective` is differentiable, for use in a
 forward pass. A trainer that computes PC(W) once per optimizer step calls `Preconditioner.vjp` with
-the accumulated gradient of the effective weight. Both use the same closed form.
+the accumulated gradient of the effective weight. `effective` and `vjp` compute gradients from the
+same closed form.
 """
 
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
     """Make `gradient` raise RuntimeError if it is differentiated with respect to `inputs`.
 
     torch's `once_differentiable` only raises if the incoming gradient has a graph; otherwise the
-    second derivative is silently zero. `name` is the function named in the error message.
+    second derivative is silently zero. `name` is the function's name in the error message.
     """
     if not torch.is_grad_enabled():  # no graph is being built for the gradient
         return gradient
@@ -67,7 +68,7 @@ SpectralNorm = Literal["stream", "none"]
 
 DOMAIN = 1.1
 """Upper end of [0, 1.1], the interval of normalised singular values on which the published maps
-were fitted; they diverge beyond it."""
+were fitted. The maps diverge above 1.1."""
 
 
 class EffectiveWeightGradient(NamedTuple):

@@ -31,7 +31,8 @@ class ForwardWords:
     """Words (names, operators and indices) in modules' forward passes, in execution order.
 
     The name of a called function is followed by the function's words. Names of child modules start
-    with a dot. If a child has no parameters, its name is followed by its class name and its words.
+    with a dot. For a child without parameters, the name is followed by the child's class name and
+    words.
     """
 
     def __init__(self) -> None:
@@ -48,8 +49,8 @@ class ForwardWords:
     def after(self, module: nn.Module, child: str) -> list[str]:
         """Return the words that follow a child's name in a module's forward pass.
 
-        For a child of an `nn.Sequential`, stop where the next module with parameters uses one of
-        that module's children.
+        For a child of an `nn.Sequential`, the words end where the next sibling with parameters
+        calls one of its child modules.
         """
         if not isinstance(module, nn.Sequential):
             words = self.of(module)

@@ -3,8 +3,8 @@
 Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
 C the off-diagonal part of W^T W, E = ||C||_F^2 has gradient 4 W C. The paper uses both E and its
 square root (lemma D.6) as penalties; `power` selects between them. `normalize` makes penalty
-coefficients comparable across widths. Add the penalty to the loss, or its gradient to the gradient
-of the loss.
+coefficients comparable across widths. Add either the penalty to the loss, or the penalty's gradient
+to the loss's gradient.
 """
 
 from typing import Any, Literal
@@ -46,7 +46,7 @@ def gram_penalty_and_grad(
             raise ValueError(f"side must be 'in' or 'out', got {side!r}")
         if normalize not in (None, "frobenius", "size"):
             raise ValueError(f"normalize must be None, 'frobenius' or 'size', got {normalize!r}")
-        oriented = wide if side == "in" else wide.mT  # E is that of the columns' Gram matrix
+        oriented = wide if side == "in" else wide.mT  # E uses the columns' Gram matrix
         value, grad = _energy(oriented)
         grad = 4 * grad
         if normalize == "size":

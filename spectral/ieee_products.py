@@ -3,8 +3,8 @@
 Float32 has 24 bits of precision, TF32 has 11 and bfloat16 has 8. `torch.autocast` rounds matmul
 operands to 16 bits. With fewer than 24 bits, msign's singular values and the Spectral Sphere solver
 silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
-TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32, but are meant for the forward pass, so optimizers
-compute inside `ieee_products()`.
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. These settings are meant for the forward pass, so
+optimizers compute inside `ieee_products()`.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,8 +50,8 @@ def without_autocast(device: torch.device) -> torch.autocast:
 def ieee_products() -> Iterator[None]:
     """Run a block with IEEE float32 matmuls and with float32 accumulation in 16-bit matmuls.
 
-    Previous settings are restored afterwards, whichever function set them. If several threads run
-    such blocks concurrently, the last thread to finish restores the settings.
+    Previous settings are restored afterwards, whichever torch function was used to set them. If
+    several threads run such blocks concurrently, the last thread to finish restores the settings.
     """
     global _inside, _restore
     with _lock:

@@ -1,8 +1,8 @@
 """Uses names, classes and attributes in the model to infer how a weight divides into matrices.
 
-The model is not run. A weight counts as a single matrix only if nothing suggests that it holds
-several, and if a nearby layer has as many inputs as the weight has outputs. If a weight's division
-is unclear, an error lists the remedies.
+The model is not run. A weight counts as a single matrix under two conditions: nothing suggests that
+it holds several matrices, and a nearby layer has as many inputs as the weight has outputs. If a
+weight's division is unclear, an error lists the remedies.
 """
 
 import re
@@ -104,7 +104,8 @@ WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 
 
 class Unclear(ValueError):
-    """The division of a weight is unclear. The message continues the weight's name."""
+    """The division of a weight is unclear. The message is the end of a sentence that starts with
+    the weight's name."""
 
 
 class KnownWeights:
@@ -121,7 +122,7 @@ class KnownWeights:
         self.heads = {id(p) for head in heads for p in (self._last(head) or head).parameters()}
 
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
-        """Return each weight's division into matrices. Raise ValueError if any is unclear."""
+        """Return the weights' divisions. Raise ValueError if any division is unclear."""
         answers, unclear = dict[str, Seen](), dict[str, str]()
         for weight in weights:
             try:
@@ -138,7 +139,7 @@ class KnownWeights:
         return answers
 
     def answer(self, weight: Weight) -> Seen:
-        """Return a weight's division into matrices. Raise Unclear if it is unclear."""
+        """Return a weight's division into matrices, or raise `Unclear`."""
         parameter, module = weight.parameter, weight.module
         norm = NORMS.search(kind_of(module)) or isinstance(module, nn.LayerNorm)
         if GAINS.search(weight.own) or (weight.is_layer and norm):
@@ -167,8 +168,8 @@ class KnownWeights:
     def division(self, weight: Weight) -> tuple[Division, str]:
         """Return a weight's division and the evidence for it.
 
-        Must not be called for gains, heads, routers or tables. Raises Unclear if the division is
-        unclear.
+        The weight must not be a gain, head, router or table. Raises `Unclear` if names, classes and
+        attributes do not determine the division.
         """
         module, shape = weight.module, weight.parameter.shape
         transposed = weight.is_layer and is_transposed(module)
@@ -246,7 +247,7 @@ class KnownWeights:
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer is an output layer, and why.
+        """Return whether a layer is an output layer, and the evidence.
 
         The layer's name must suggest a single matrix. The evidence is the layer's name or the input
         sizes of other layers. Raises Unclear if no nearby layer uses all of the layer's outputs.
@@ -274,10 +275,10 @@ class KnownWeights:
         raise Unclear(f" looks like several matrices, or an output head: {why}")
 
     def _outside(self, weight: Weight, layer: Layer) -> tuple[bool, str] | None:
-        """Return whether a layer outside repeated blocks is an output layer, and why.
+        """Return whether a layer outside repeated blocks is an output layer, and the evidence.
 
         Returns None if the answer depends on other layers in the enclosing modules. Raises Unclear
-        if the answer is unclear.
+        if the layer could be either an output layer or a single matrix.
         """
         later, again, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == layer.outputs}
@@ -378,7 +379,7 @@ class KnownWeights:
         return [x for x in later if x.multiplies], again, mixer
 
     def _cuts(self, weight: Weight) -> str:
-        """Return why a forward pass may divide a layer's outputs, or ""."""
+        """Return the reason why a forward pass may divide a layer's outputs, or ""."""
         for (name, _), (_, module) in pairwise(weight.path):
             ends, words = self._last(module) is weight.module, self.words
             sequential = isinstance(module, nn.Sequential)
@@ -489,7 +490,7 @@ def projection_of(name: str) -> str | None:
 
 
 def _divider(module: nn.Module, words: set[str]) -> str:
-    """Return why a forward pass with `words` in its code may divide outputs."""
+    """Return the reason why a forward pass with `words` in its code may divide outputs."""
     return f"{kind_of(module)} " + (
         "calls code that cannot be read" if words == {OPAQUE} else "splits channels"
     )

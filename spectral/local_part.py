@@ -32,10 +32,10 @@ def local_gradient(parameter: Tensor) -> Tensor:
 def gradients_of(
     parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
 ) -> list[Tensor]:
-    """Return all existing gradients or, if `sharded`, this rank's parts of them.
+    """Return all existing gradients or, if `sharded`, this rank's parts of the gradients.
 
-    `shapes` are the shapes of all parameters. Raises ValueError for gradients that cannot be used
-    in a step.
+    `shapes` are the shapes of all parameters. Raises ValueError if a gradient is sparse, or if its
+    shape or type (DTensor or plain tensor) does not match the parameter.
     """
     grads = []
     for parameter, shape in zip(parameters, shapes, strict=True):
@@ -72,7 +72,7 @@ def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def placed_as(whole: Tensor, like: Tensor) -> Tensor:
-    """Differentiably distribute a replicated tensor with the placements of `like`."""
+    """Distribute a replicated tensor with the placements of `like`; differentiable."""
     if not is_dtensor(like):
         return whole
     replicated = type(like).from_local(whole, like.device_mesh, run_check=False)

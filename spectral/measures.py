@@ -133,9 +133,9 @@ def modified_condition_number_of(values: Tensor) -> Tensor:
 def global_modified_condition_number(numbers: Tensor) -> Tensor:
     """Compute the geometric mean `[]` of the finite positive modified condition numbers.
 
-    `numbers` may have any shape. The mean is NaN if no number is finite and positive.
-    Source: "PC Layer", which defines GMCN as the mean over the q, k, v, o, gate, up and down
-    matrices of all layers, with the effective weights of PC layers.
+    `numbers` may have any shape. The mean is NaN if no number is finite and positive. Source: "PC
+    Layer", which defines GMCN as the mean over the q, k, v, o, gate, up and down matrices of all
+    layers, using the effective weights of PC layers.
     """
     usable = numbers.isfinite() & (numbers > 0)
     logs = torch.where(usable, numbers, 1).log()

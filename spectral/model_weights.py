@@ -21,7 +21,7 @@ class Weight(NamedTuple):
     """A trainable parameter and its location in the model.
 
     name        full name of the parameter
-    module      module that holds the parameter, or whose parametrized weight is computed from it
+    module      module that holds the parameter or the parametrized weight computed from it
     own         name of the parameter in `module`
     path        (name, module) pairs from `module` outward to the whole model, whose name is ""
     """
@@ -39,7 +39,8 @@ class Weight(NamedTuple):
 
     @property
     def own_name(self) -> str:
-        """The name that indicates the weight's use: the layer's name, if any, or the weight's."""
+        """The name that indicates the weight's use: the layer's name or, for a bare parameter,
+        `own`."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property
@@ -54,7 +55,7 @@ def pattern_of(name: str) -> str:
 
 
 def listed(problems: Mapping[str, str], most: int = 10) -> str:
-    """Return lines with parameters' names and problems. Repeated layers share a line."""
+    """Format each parameter's name and problem as a line. Repeated layers share a line."""
     groups = defaultdict[tuple[str, str], list[str]](list)
     for name, problem in problems.items():
         groups[pattern_of(name), problem].append(name)
@@ -129,7 +130,7 @@ class Layer(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Whether the layer is a matmul, unlike norms and depthwise convolutions."""
+        """Whether the layer is a matmul rather than a norm or a depthwise convolution."""
         depthwise = isinstance(self.module, CONVOLUTIONS) and 1 < self.inputs == self.module.groups
         norm = "orm" in kind_of(self.module) and not isinstance(self.module, nn.Linear)
         return not (depthwise or norm)

@@ -156,9 +156,9 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 def stage_vjp(x: Tensor, grad: Tensor, coefficients: Stage) -> tuple[Tensor, Tensor]:
     """Compute <grad, g(X)> `[..., 1, 1]` and its gradient in X, for one odd polynomial g.
 
-    `x`, `grad` and the gradient are `[..., rows, cols]`. For a tall X, with K = X^T grad,
-    B = X^T X, Horner iterates P_i and D = sum_i (B^i K) P_{i+1}^T, the value is <K, P_0> and the
-    gradient is grad P_0 + X (D + D^T). A wide X is treated as the transpose of a tall one.
+    `x`, `grad` and the gradient are `[..., rows, cols]`. For a tall X, with K = X^T grad, B = X^T
+    X, Horner iterates P_i and D = sum_i (B^i K) P_{i+1}^T, the value is <K, P_0> and the gradient
+    is grad P_0 + X (D + D^T). A wide X is treated as the transpose of a tall X.
     """
     if len(coefficients) == 1:
         return coefficients[0] * inner(grad, x), grad * coefficients[0]

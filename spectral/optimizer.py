@@ -2,11 +2,12 @@
 
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
-A group holds every hyper-parameter of its rule as a plain value, which schedulers may change and
-`state_dict` saves. Matrices with the same shape and rates are updated together. A group's `units`
-divides its parameters into matrices (`spectral.division`). Without `units`, each parameter is one
-matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to `[out, in * ...]`.
-Parameters with three axes require `units`, because they may be convolutions or stacked experts.
+A group holds every hyper-parameter of its rule as a plain value. Schedulers may change these
+values, and `state_dict` saves them. Matrices with the same shape and rates are updated together. A
+group's `units` divides its parameters into matrices (`spectral.division`). Without `units`, each
+parameter is one matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to
+`[out, in * ...]`. Parameters with three axes require `units`, because they may be convolutions or
+stacked experts.
 
 Parameters may be DTensors from FSDP2, HSDP and tensor parallelism; see
 `spectral.sharded.shared_matrices`.
@@ -78,24 +79,26 @@ class SpectralOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, the result of `split_parameters`, or groups `{"params": ..., "rule":
             name, "lr": ..., "units": ..., <fields of the rule>}`.
-        rule: default rule for groups that do not set one.
-        lr: learning rate for groups that use the default rule and do not set one: a number, a 0-d
-            tensor, or None for the rule's default. Groups with other rules use the default of their
-            own rule.
-        weight_decay: decoupled weight decay, multiplied by lr, for groups that do not set one.
+        rule: default rule, for groups that do not set `rule`.
+        lr: learning rate for groups that use the default rule and do not set `lr`: a number, a 0-d
+            tensor, or None for the rule's default. For other rules, groups without `lr` use the
+            default of their rule.
+        weight_decay: decoupled weight decay, multiplied by lr, for groups that do not set
+            `weight_decay`.
         nonfinite: on a NaN or infinite gradient, "raise" a FloatingPointError before anything is
             modified (requires a host sync), or "skip" the whole step on the device and count it in
             `skipped_steps`, a 0-d tensor.
         master_weights: whether the state keeps a float32 copy of every 16-bit parameter; the copy
             is updated and then rounded to the parameter. Without master weights, a 16-bit parameter
-            loses every update below its rounding error: at lr 2e-3, half of Muon's updates.
+            loses every update below its rounding error: at lr 2e-3, half of Muon's updates are
+            lost.
         replicas: process group of the ranks that replicate all plain parameters and gradients, as
             under DDP. Each matrix is then orthogonalised by only one of these ranks. None means the
             process group of the DDP model passed to `split_parameters`; without DDP, every rank
             updates all of its matrices.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
-            updates are sent back; None means their own dtype. bfloat16 halves Muon's communication
-            volume. This has no effect if no matrices are shared.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent to owners, and updates
+            are sent back; None means no conversion. bfloat16 halves Muon's communication volume.
+            The option has no effect if no matrices are shared.
         options: fields of the default rule.
 
     Raises:
@@ -452,8 +455,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `torch.optim.Optimizer` does.
 
-        Other programs may use numbers, or tensors that are not parameters, as keys. torch would
-        mistake them for parameters, so these entries are saved under the key "foreign".
+        Other programs may add entries whose keys are numbers or tensors that are not parameters.
+        torch would mistake such keys for parameters, so these entries are saved under the key
+        "foreign".
         """
         self._rename()
         parameters = {*listed_in(self.param_groups, "params")}
@@ -482,10 +486,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as `torch.optim.Optimizer` does, but keep the saved dtypes.
 
-        Hyper-parameters missing from states saved by earlier versions keep their values, or take
-        the rule's defaults if the rule has changed. The momenta alone are enough: singular vectors
-        and similar entries are recomputed, and means of squares start from zero. Entries of other
-        programs are loaded unchanged.
+        States saved by earlier versions may lack hyper-parameters. These keep their current values
+        if the group's rule is unchanged, and are otherwise set to the rule's defaults. A state may
+        contain momenta only: singular vectors and similar entries are then recomputed, and means of
+        squares start from zero. Entries of other programs are loaded unchanged.
 
         Raises:
             ValueError: if, on any rank, the state is nonfinite, lacks the entries of a parameter,
@@ -645,9 +649,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Return None to take the step, or a 0-d bool that is False if the step must be skipped.
 
         Skipped steps are counted. All ranks that share parameters return the same value. Raises
-        FloatingPointError on a nonfinite gradient with `nonfinite="raise"`, and ValueError if a
-        parameter was replaced, ranks have gradients for different parameters or, in the first step
-        with gradients for these parameters, replicas have different gradients.
+        FloatingPointError on a nonfinite gradient with `nonfinite="raise"`. Raises ValueError if a
+        parameter was replaced, if ranks have gradients for different parameters, or if replicas
+        have different gradients. Replicas are only compared in the first step with gradients for
+        the same set of parameters.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)

@@ -1,8 +1,8 @@
 """Options of the optimizer classes: the fields of a rule, with the library's defaults.
 
-`DEFAULTS` targets a single GPU and 32- or 16-bit weights. It uses the fewest msign steps and the
-narrowest dtype that train as well as a more accurate msign (evidence: docs/library.md). Float64
-weights and the trainer's configs use the rules' own defaults.
+`DEFAULTS` targets a single GPU and 32- or 16-bit weights. It uses as few msign steps and as narrow
+a dtype as possible without degrading training (evidence: docs/library.md). Float64 weights and the
+trainer's configs use the rules' own defaults.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ CHOICES: Final = frozenset({"use_muon", "algorithm"})
 
 
 def rate_of(rule: str) -> float:
-    """Return the default learning rate of a rule, or AdamW's for rules from other packages."""
+    """Return a rule's default learning rate; rules from other packages use AdamW's default."""
     return float(DEFAULTS.get(rule, DEFAULTS["adamw"])["lr"])
 
 
@@ -89,9 +89,10 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 def rename_(rule: str, named: dict[str, Any]) -> None:
     """Rename options to the rule's fields, in place.
 
-    torch's names are translated via `ALIASES` if the rule has the fields. If several names refer to
-    the same field, the last one wins. Dtypes are replaced with their names. Raises TypeError unless
-    betas are two numbers, and ValueError for an unknown rule.
+    Option names of torch's optimizers are translated via `ALIASES` if the translations are fields
+    of the rule. If several names refer to the same field, the last one wins. Dtypes are replaced
+    with their names. Raises TypeError unless betas are two numbers, and ValueError for an unknown
+    rule.
     """
     rule_fields = RULES[rule].__dataclass_fields__
     for alias in [name for name in named if name in ALIASES and name not in rule_fields]:
@@ -117,9 +118,9 @@ def _extends(name: str, field: str) -> bool:
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
     """Raise TypeError for a name that is not a field of the rule, suggesting the closest field.
 
-    Names in `FIXED` are accepted only with the values listed there. Since other programs store keys
-    in groups, `foreign` also accepts names in `HOSTS` and names that do not look like a misspelled
-    field. Options that apply to the whole optimizer raise an error.
+    Names in `FIXED` are accepted only with the values listed there. With `foreign`, names in
+    `HOSTS` and names that do not resemble any field are also accepted, because other programs store
+    keys in groups. Options that apply to the whole optimizer raise an error.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     similarity = 0.8 if foreign else 0.6  # "lrs" resembles "lr" by 0.8, "lr_scale" "scale" by 0.77

@@ -29,7 +29,7 @@ EMBEDDING = Seen(None, "an embedding")
 
 
 class Row(NamedTuple):
-    """The assignment of one parameter."""
+    """A parameter's rule, matrices and the reason for this assignment."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,7 +69,10 @@ class ParameterSplit(Sequence[dict[str, Any]]):
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups, with the model's current parameters, because sharding replaces them."""
+        """The parameter groups.
+
+        Groups contain the model's current parameters, because sharding replaces parameters.
+        """
         named = dict(self.module.named_parameters())
         ids = {id(parameter) for parameter in named.values()}
         for group in self._groups:
@@ -127,10 +130,10 @@ def split_parameters(
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
     AdamW updates embeddings, tables, tokens, output heads, expert routers, gains and biases; weight
-    decay is off for gains and biases. AdamW also updates vectors: parameters with only one side
-    longer than 1, and matrices with a side of 1. A shared parameter appears once, and counts as an
-    embedding if an embedding shares it. The optimizer's rule updates everything else. A parameter
-    that holds several heads, gates, groups or experts is divided into several matrices.
+    decay is off for gains and biases. AdamW also updates parameters with at most one side longer
+    than 1, and parameters whose matrices have a side of 1. A shared parameter appears once, and
+    counts as an embedding if an embedding shares it. The optimizer's rule updates everything else.
+    A parameter that holds several heads, gates, groups or experts is divided into several matrices.
 
     Args:
         module: any model, even after `fully_shard`, tensor parallelism or DDP.
@@ -139,7 +142,7 @@ def split_parameters(
         elementwise: one or more modules or parameters to be updated by AdamW.
         units: maps patterns of parameter names, such as `*.attention.qkv`, to divisions:
             `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}` (see
-            `Division`), or `{}` for a single matrix. These override detected divisions.
+            `Division`), or `{}` for a single matrix. These divisions override detected divisions.
         lr: learning rate for AdamW.
 
     Raises:
@@ -209,7 +212,7 @@ def split_parameters(
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError if a name suggests that a spectral rule's weight is not a single matrix."""
+    """Raise ValueError if a name suggests an embedding, an output head or fused matrices."""
     last = name.partition(".parametrizations")[0].removesuffix(".weight").rpartition(".")[2]
     if EMBEDDINGS.search(last) or HEADS.search(last):
         raise ValueError(
@@ -275,7 +278,7 @@ def _refuse_unfit(weight: Weight) -> None:
 
 
 def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Seen | None:
-    """Return a parameter's division if its shape, its module or an argument determines it."""
+    """Return a parameter's division if its shape, module or an argument determines the division."""
     divisions = {*units.values()}
     if len(divisions) > 1:
         raise ValueError(

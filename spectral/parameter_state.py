@@ -38,7 +38,7 @@ def entry_names(rule: Rule) -> tuple[str, ...]:
 def complete_numbers(
     state: dict[str, Any], shapes: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Any]:
-    """Convert counts in a state to 0-d tensors. Other programs may have saved them as numbers."""
+    """Convert counts in a state to 0-d tensors. Other programs may have saved counts as numbers."""
     numbers = {
         name: torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
         for name, value in state.items()
@@ -69,7 +69,7 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Convert a saved entry for a parameter's state. `own`: whether the rule uses the entry.
+    """Move a saved entry to its parameter's device. `own`: whether the rule uses the entry.
 
     Tensors keep their dtype. As in torch, tensors in the parameter's dtype are not copied.
     """
@@ -108,9 +108,10 @@ def follow_weight(parameter: Tensor, master: Tensor) -> None:
 
 @torch.no_grad()
 def initial_state(rule: Rule, division: Division, parameter: Tensor, weight: Tensor) -> State:
-    """Create the state of a parameter that this rank updates alone, sharded like the parameter.
+    """Create the state of a parameter that this rank updates alone.
 
-    `weight` is this rank's part of the weight to update.
+    Elementwise entries are sharded like the parameter. `weight` is this rank's part of the weight
+    to update.
     """
     units = SteppedUnit.of(parameter, rule, division)
     states = [rule.init_state(unit.read(weight)[None]) for unit in units]
@@ -199,7 +200,7 @@ def _field_names(kind: type[Rule]) -> tuple[str, ...]:
 
 
 def kinds_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Kind]:
-    """Return the rule and division of every parameter."""
+    """Map each parameter to its rule and division."""
     return {
         parameter: (group["rule"], division)
         for group in groups
@@ -209,7 +210,7 @@ def kinds_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Kind]:
 
 
 def names_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
-    """Return the name of every named parameter."""
+    """Map named parameters to their names."""
     return {
         parameter: name
         for group in groups
@@ -299,7 +300,8 @@ class Snapshot:
         parameters: parameters of all groups.
         sharded: whether any parameter is a DTensor.
         shapes: shapes of the parameters.
-        forms: properties of the parameters that states and owners depend on.
+        forms: parameter properties that determine states and owners: rules, divisions, placements,
+            dtypes and devices.
         masters: (16-bit parameter, float32 master) pairs.
         columns: the tensors updated in each AdamW group.
     """

@@ -41,7 +41,8 @@ BLOCKS = (
 class EffectiveWeight(nn.Module):
     """Maps a weight to its effective weight, matrix by matrix.
 
-    Subclasses define the matrices in a weight and where their top singular pairs come from.
+    Subclasses define how to split a weight into matrices and how to obtain the matrices' top
+    singular pairs.
 
     preconditioners   one preconditioner per matrix
     gamma             `[matrices]`, one scale per matrix
@@ -54,7 +55,7 @@ class EffectiveWeight(nn.Module):
         self.preconditioners = list(preconditioners)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
-        """Differentiably return the whole matrices `[rows, cols]` in a weight."""
+        """Return the whole matrices `[rows, cols]` in a weight; differentiable."""
         raise NotImplementedError
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
@@ -62,7 +63,10 @@ class EffectiveWeight(nn.Module):
         raise NotImplementedError
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the top singular pairs of the stacked matrices; `members` are their indices."""
+        """Return the top singular pair of each matrix in `stack`.
+
+        `members` lists the matrices' indices in the weight.
+        """
         return self.preconditioners[members[0]].cold_pair(stack.detach())
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -164,9 +168,9 @@ def preconditioned(
         level: polynomial level; see `Preconditioner`.
 
     Raises:
-        ValueError: if a name in `blocks` (or, by default, every name) matches no layer, or if a
-            matching weight is parametrized, sharded by FSDP, or shared with another module. The
-            model is then left unchanged.
+        ValueError: if a name in `blocks` matches no layer (with the default `blocks`: if none of
+            the names matches), or if a matching weight is parametrized, sharded by FSDP, or shared
+            with another module. The model is then left unchanged.
         TypeError: if `model` is not a module, or `blocks` is not a collection of names.
     """
     _check_module(model)

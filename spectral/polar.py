@@ -81,7 +81,7 @@ SCHEDULES: dict[str, Schedule] = {
         half_margin=1.02,
     ),
     # The public SSO code uses this schedule for Muon under the name polar_express. Its slope at
-    # zero is 20775; that of the eight steps above is 6363.
+    # zero is 20775; the slope of the eight steps above is 6363.
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -171,7 +171,8 @@ CACHE_ELEMENTS = {"cpu": 1 << 18}
 # largest value to which the polynomials map [0, 1]. ROUNDING is the factor by which rounding may
 # increase all singular values.
 EXCESS, ROUNDING = 1.5, 1.05
-# Norms in this range are safe: float32 represents their squares and those of all relevant entries.
+# Norms in this range are safe: float32 represents the squares of the norms and of all relevant
+# entries.
 SAFE = 1e-12, 1e15
 
 
@@ -237,10 +238,11 @@ def msign(
 class Polar(NamedTuple):
     """Polar factors, and whether the iteration stayed bounded.
 
-    `bounded` is False if a value is not finite or, before the last step, a singular value exceeds
-    `EXCESS` times the largest value to which the steps map [0, 1]. Singular values are estimated
-    via the Schatten-8 norm: a single diverging value is detected once it exceeds a threshold
-    between 1.5 (1 row) and 2.4 (8,192 rows), and several diverging values are detected earlier.
+    `bounded` is False if a value is not finite, or if a singular value grows too large before the
+    last step. The limit is `EXCESS` times the largest value to which the steps map [0, 1]. Singular
+    values are estimated via the Schatten-8 norm: a single diverging value is detected once it
+    exceeds a threshold between 1.5 (1 row) and 2.4 (8,192 rows), and several diverging values are
+    detected earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -286,9 +288,9 @@ def polars_of(
     """Compute the polar factors, in `dtype`, of stacks `[batch, rows, cols]` with Frobenius norms
     of at most 1.
 
-    Stacks with equal shorter sides share the matmuls of the Gram form, since work on `X X^T` does
-    not depend on the longer side. The tensors in `stacks` are replaced, so that each iterate is
-    freed as soon as the next one exists.
+    Stacks whose shorter sides have the same length share the matmuls of the Gram form, since work
+    on `X X^T` does not depend on the longer side. The tensors in `stacks` are replaced, so that
+    each iterate is freed as soon as the next one exists.
     """
     tall = [is_tall(y) for y in stacks]
     members_by_rows: dict[int, list[int]] = {}
@@ -326,7 +328,7 @@ def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> T
 def _gram_form_(
     ys: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Replace stacks of equal row counts by polar factors; return which matrices stay bounded."""
+    """Replace stacks of equal row counts by polar factors; return `bounded` for each matrix."""
     for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
         gram = kernels.gram(*ys)
         factor: Tensor | None = None  # Q: these steps map X to Q X
@@ -424,9 +426,9 @@ def is_bounded(
 ) -> Tensor:
     """Return whether each matrix's iterates stayed bounded, bool `[batch]`; see `Polar`.
 
-    `gram` `[batch, rows, rows]` is R before the last of `steps`, and is overwritten. `p` is
-    `shift I + b R + c R^2` with the last step's coefficients. The Schatten-8 norm is computed from
-    `gram` and `p`.
+    `gram` `[batch, rows, rows]` is the Gram matrix R before the last step, and is overwritten. `p`
+    is `shift I + b R + c R^2` with the last step's coefficients. The Schatten-8 norm is computed
+    from `gram` and `p`.
     """
     most, rows = largest_value(steps[:-1]), gram.shape[-1]
     limit = math.sqrt(rows * (ROUNDING * most) ** 8 + (EXCESS * most) ** 8)

@@ -1,8 +1,8 @@
 """QK-clip: bounds attention logits by scaling down query and key weights.
 
-Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). Use QK-clip with Muon, under
-which the spectral norms of query and key weights can grow. Rules with a radius undo the clipping in
-their next step.
+Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). Use QK-clip with Muon, because
+Muon does not limit the spectral norms of query and key weights. Rules with a radius undo the
+clipping in their next step.
 """
 
 import torch
@@ -17,9 +17,9 @@ def clip_qk_(
 ) -> Tensor:
     """Scale queries and keys in place so that no logit exceeds `threshold`. Return the factors.
 
-    Call this after `optimizer.step()`. Heads that share a key share a factor: `threshold` divided
-    by their largest logit if that is finite and exceeds `threshold`, otherwise 1. Weights may be
-    DTensors.
+    Call this after `optimizer.step()`. Heads that share a key share a factor. If the largest logit
+    of these heads is finite and exceeds `threshold`, the factor is `threshold` divided by this
+    logit; otherwise, the factor is 1. Weights may be DTensors.
 
     Args:
         query, key: weights `[heads size, inputs]` and `[groups size, inputs]`, or biases.

@@ -24,8 +24,8 @@ Nonfinite = Literal["raise", "skip"]
 def signed(signature: Callable[P, None]) -> Callable[P, None]:
     """Create an `__init__` with the given `signature` that calls `SpectralOptimizer.__init__`.
 
-    Only explicitly passed arguments are forwarded, so that omitting one differs from passing its
-    default.
+    Only explicitly passed arguments are forwarded, so that an omitted argument can be distinguished
+    from an explicit default.
     """
 
     @wraps(signature)
@@ -40,7 +40,7 @@ class AdamW(SpectralOptimizer):
 
     Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101). Steps are identical to those
     of `torch.optim.AdamW` with the same betas. Use AdamW as a baseline, and for embeddings, heads,
-    gains and biases, which `split_parameters` always assigns to it.
+    gains and biases. `split_parameters` always assigns these parameters to AdamW.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
@@ -56,7 +56,7 @@ class AdamW(SpectralOptimizer):
         replicas: process group of the ranks that replicate plain parameters; None means the group
             of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own dtype.
+            no conversion.
     """
 
     default_rule = "adamw"
@@ -108,7 +108,7 @@ class Muon(SpectralOptimizer):
         replicas: process group of the ranks that replicate plain parameters; None means the group
             of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own dtype.
+            no conversion.
     """
 
     default_rule = "muon"
@@ -136,7 +136,7 @@ class Muon(SpectralOptimizer):
 
 
 class NorMuon(SpectralOptimizer):
-    """NorMuon: Muon with update rows normalised by a per-neuron second moment.
+    """NorMuon: Muon with each row of the update divided by a running RMS.
 
     Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). Use NorMuon for
     layers whose neurons learn at very different rates under Muon.
@@ -167,7 +167,7 @@ class NorMuon(SpectralOptimizer):
         replicas: process group of the ranks that replicate plain parameters; None means the group
             of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own dtype.
+            no conversion.
     """
 
     default_rule = "normuon"
@@ -218,7 +218,7 @@ class AdaMuon(SpectralOptimizer):
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
         scale (default 'align_adam_rms'): Formula for the shape-dependent update scale
-            (docs/spectral.md); the default is the paper's.
+            (docs/spectral.md); the default is the paper's formula.
         scale_factor (default 1.0): Positive multiplier for the update.
         cautious_decay (default False): Do not decay entries that the update increases in magnitude
             ("Cautious Weight Decay", Chen et al., 2025).
@@ -229,7 +229,7 @@ class AdaMuon(SpectralOptimizer):
         replicas: process group of the ranks that replicate plain parameters; None means the group
             of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own dtype.
+            no conversion.
     """
 
     default_rule = "adamuon"
@@ -294,7 +294,7 @@ class MuonSphere(SpectralOptimizer):
         replicas: process group of the ranks that replicate plain parameters; None means the group
             of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own dtype.
+            no conversion.
     """
 
     default_rule = "muon_sphere"
@@ -363,9 +363,9 @@ class SpectralSphere(SpectralOptimizer):
             otherwise. In 16 bits, a component along u v^T of up to 0.05 (float16) or 0.1 (bfloat16)
             is attributed to rounding and subtracted from the direction; a larger component is kept.
         max_evaluations (default None): Maximum number of msign evaluations per unit and step;
-            without early exit, the exact number. None means 8 with early exit; without it, 2 for
-            float32 matrices with more than 256 rows on GPUs with slow float64 (consumer cards,
-            B300), and 1 otherwise.
+            without early exit, the exact number. None means 8 with early exit. Without early exit,
+            None means 2 for float32 matrices with more than 256 rows on GPUs with slow float64
+            (consumer cards, B300), and 1 otherwise.
         early_exit (default None): Stop once all units have converged, which requires a host sync;
             None means true only on CPU.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
@@ -373,7 +373,7 @@ class SpectralSphere(SpectralOptimizer):
         replicas: process group of the ranks that replicate plain parameters; None means the group
             of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own dtype.
+            no conversion.
     """
 
     default_rule = "spectral_sphere"
@@ -444,8 +444,8 @@ class MuonPlusPlus(SpectralOptimizer):
         max_evaluations (default None): Number of msign evaluations per unit and step, for algorithm
             dual only; None means 2 for float32 matrices with more than 256 rows on GPUs with slow
             float64 (consumer cards, B300), and 1 otherwise.
-        correlation_rescale (default False): The first time the correlation rho of the entries (eq.
-            4.13) exceeds its threshold, multiply the weight by sqrt(last step's rho / rho). Not
+        correlation_rescale (default False): Multiply the weight by sqrt(last step's rho / rho) the
+            first time that the correlation rho of the entries (eq. 4.13) exceeds its threshold. Not
             supported with project_rescale.
         correlation_threshold (default 1.0): Positive factor C in the paper's threshold, C
             (rows^-1/2 + cols^-1/2).
@@ -454,7 +454,7 @@ class MuonPlusPlus(SpectralOptimizer):
         replicas: process group of the ranks that replicate plain parameters; None means the group
             of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own dtype.
+            no conversion.
     """
 
     default_rule = "muon_plus_plus"
@@ -510,7 +510,7 @@ class SpectralDescent(SpectralOptimizer):
         replicas: process group of the ranks that replicate plain parameters; None means the group
             of the DDP model passed to `split_parameters`.
         exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
-            their own dtype.
+            no conversion.
     """
 
     default_rule = "spectral_descent"

@@ -1,7 +1,7 @@
-"""Shadows of tensors, which hold one number per element.
+"""Shadows of tensors: one number for each element of a tensor.
 
 A shadow belongs to a storage, so it is shared by all views of a tensor. A shadow has length 1 along
-axes where numbers do not change (an activation's batch and tokens).
+axes where numbers do not change, such as the batch and token axes of an activation.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ class Layout(NamedTuple):
 class Shadow(NamedTuple):
     """The numbers of the elements in a storage: `values`, broadcast to a tensor of `layout`.
 
-    If `values` is None, elements are numbered from `start`, by their distance from the layout's
-    offset.
+    If `values` is None, an element's number is `start` plus the element's distance from the
+    layout's offset.
     """
 
     layout: Layout
@@ -60,9 +60,9 @@ class Shadow(NamedTuple):
 def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
     """Return the distances of a view's elements from a layout's offset, `[1 or n, ...]`.
 
-    Distances are in elements of the storage or, if `moving` is the shape of values that broadcast
-    to the layout, in elements of these values. The length is 1 along axes where no distance
-    changes.
+    Distances count elements of the storage. If `moving` is the shape of values that broadcast to
+    the layout, distances count elements of these values instead. The length is 1 along axes where
+    no distance changes.
     """
     axes = [axis for axis, size in enumerate(moving) if size > 1]
     start = view.offset - layout.offset
@@ -149,7 +149,7 @@ class Shadows:
 
 
 def condensed(numbers: Tensor) -> Tensor:
-    """Shorten each axis along which numbers do not change, except in padding, to length 1."""
+    """Shorten each axis along which numbers are constant to length 1. Padding is ignored."""
     sizes = numbers.shape
     corners = [(size - 1) * prod(sizes[axis + 1 :]) for axis, size in enumerate(sizes)]
     first, *ends = numbers.flatten()[[0, *corners]].tolist() if numbers.numel() > 1 else [NONE]
@@ -163,7 +163,7 @@ def condensed(numbers: Tensor) -> Tensor:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage, unlike sparse tensors."""
+    """Return whether a tensor is strided. Sparse tensors have no storage."""
     return tensor.layout == torch.strided
 
 

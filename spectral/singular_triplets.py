@@ -4,12 +4,12 @@ Each call runs a short block Krylov iteration from cached vectors and one fixed 
 followed by Rayleigh-Ritz, which selects the best vector in the space. A step takes two passes over
 the matrix, regardless of the number of vectors. The number of steps to convergence depends on the
 square root of the spectral gap. The generic vector finds directions orthogonal to the cached
-vectors. For small row counts, CPUs compute the eigenvectors of the Gram matrix instead.
+vectors. For small row counts on CPU, the eigenvectors of the Gram matrix are computed instead.
 
 Callers of `top_singular` cache the top vector. Callers of `top_pairs` can also cache `NEARBY`
 vectors for the next largest singular values. A direction that is about to overtake the top vector
-has been among the cached vectors for a long time, so a few passes find it, whereas many passes from
-the top vector alone would not.
+has been among the cached vectors for a long time, so a few passes find it. From the top vector
+alone, many passes would not find it.
 
 Vectors are stored as rows: on every device, multiplying a few rows by a matrix is a plain GEMM that
 reads the matrix once, whereas multiplying by a few columns is several times slower on CPU.
@@ -68,9 +68,9 @@ def top_singular(
 
     Args:
         w: matrices `[batch, rows, cols]` of any shape; half precision is upcast to float32.
-        u, v: vectors from the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
-            orthogonal to the result, amount to a cold start. Only the vector for the shorter side
-            is read.
+        u, v: vectors from the last call, `[batch, rows]` and `[batch, cols]`; zeros and vectors
+            orthogonal to the result are equivalent to a cold start. Only the vector for the shorter
+            side is read.
         steps: number of block Krylov steps; each takes two passes over `w`. Ten steps are enough if
             they start from the last optimizer step's vectors; a cold start takes `COLD_STEPS`.
 
@@ -106,7 +106,9 @@ class TopPairs(NamedTuple):
 def top_pairs(
     stacks: Sequence[Tensor], cached: Tensor, *, steps: int, nearby: Tensor | None = None
 ) -> TopPairs:
-    """Compute `top_singular` for several stacks. Only operations on columns are launched per stack.
+    """Compute `top_singular` for several stacks.
+
+    Operations on columns are launched once per stack, all other operations once for all stacks.
 
     Args:
         stacks: stacks of matrices, `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
@@ -151,18 +153,19 @@ def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
 def _iterated(
     work: Sequence[Tensor], cached: Tensor, steps: int, nearby: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute unnormalised top left vectors, and the images of the top ones; see `top_pairs`."""
+    """Compute each matrix's unnormalised top left vectors, and the image of the first vector."""
     dtype = work[0].dtype
     known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
     fixed = _generic(known.shape[1] + 1, known.shape[2], dtype, known.device)
-    # Without a cache, all cached vectors are zero; fixed vectors replace those that are zero.
+    # Replace zero vectors by fixed vectors. Without a cache, all cached vectors are zero.
     known = known.to(dtype).nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
     start = torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
     block = start.shape[1]
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     products = images(basis, work)  # [batch, k, cols] each
     square = concat([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
-    # Add fixed vectors to those from the last call, which may be zero or outside the new space.
+    # Add fixed vectors, because the vectors from the last call may be zero or outside the new
+    # space.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     # Compute the coordinates of the vector with the longest image. The rows of the basis are nearly
     # orthonormal or zero.
@@ -173,7 +176,7 @@ def _iterated(
     half = torch.linalg.solve_triangular(factor, square, upper=False)
     projected = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     best = _top_eigenvector(projected)[:, None]
-    if near is not None:  # and those of the vectors with the next longest images
+    if near is not None:  # vectors with the next longest images
         # Use coordinates in which the basis's rounding errors cancel.
         inside = torch.bmm(wide, near.mT.double())
         inside = torch.linalg.solve_triangular(factor, inside, upper=False)
@@ -337,11 +340,11 @@ def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
 
 
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
-    """Orthonormalise the rows of `x` `[batch, count, n]`, of length at most 1, in float64.
+    """Orthonormalise the rows of `x` `[batch, count, n]` in float64.
 
-    Rows whose component orthogonal to earlier rows is shorter than about the square root of
-    `dependent` are set to zero. The rows are multiplied by the inverse Cholesky factor of their
-    Gram matrix, which `dependent` keeps positive definite.
+    Rows must have length at most 1. A row is set to zero if its component orthogonal to earlier
+    rows is shorter than about the square root of `dependent`. The rows are multiplied by the
+    inverse Cholesky factor of their Gram matrix, which `dependent` keeps positive definite.
     """
     count, device = x.shape[1], device_name(x.device)
     if count <= VECTORS and small_problem(count, device):

@@ -19,7 +19,7 @@ with align_adam_rms, updates have an RMS of 0.2, as is typical of AdamW."""
 
 
 def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1.0) -> float:
-    """Compute a unit's radius: `scaler` times the scale for its full `shape`."""
+    """Compute a unit's radius: `scaler` times the scale for the unit's full `shape`."""
     return scaler * SCALES[mode](*shape)
 
 

@@ -1,9 +1,9 @@
 """Updates many units in batches that fit in the workspace.
 
-Every optimizer updates its units through `step_units`: the single-process library, its sharded
-matrices, the distributed optimizer and its PC layers. Each of them implements the interface
-`Units`, which reads units as stacks and writes the updated stacks back. `ParameterUnits` are units
-that one process updates alone.
+All optimizers update their units through `step_units`. The units are instances of `Units`, whose
+methods return units as stacks and store the updated stacks. `ParameterUnits` are units that one
+process updates alone. Other subclasses implement sharded matrices, and the stacks and PC layers of
+the distributed optimizer.
 """
 
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ class Units(ABC):
 
     @abstractmethod
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Store an updated stack. `report` is the rule's report."""
+        """Store an updated stack. `report` is the rule's report on the stack."""
 
 
 def step_units(
@@ -56,8 +56,9 @@ def step_units(
 ) -> list[Report]:
     """Update groups of units with a rule, and return each group's report, `[units]` per metric.
 
-    Gradients must be results of `accumulate_`. `spread` yields the independent batches one by one;
-    for instance, it may run each on its own stream. Call this under `torch.no_grad()`.
+    Gradients must be results of `accumulate_`. `spread` yields the given batches in order. The
+    batches are independent, so `spread` may select a different stream for each batch. Call this
+    function under `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):

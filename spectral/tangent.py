@@ -77,7 +77,7 @@ class TangentSolution(NamedTuple):
 
     multiplier: Tensor  # [batch]
     direction: Tensor  # [batch, rows, cols], msign(M + multiplier Theta), the accepted evaluation;
-    # in 16 bits without its component along Theta, unless that exceeds rounding error
+    # in 16 bits without its component along Theta, unless the component exceeds rounding error
     residual: Tensor  # [batch], <Theta, direction>
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     converged: Tensor  # [batch], bool, |residual| <= tolerance, and the direction is not degenerate
@@ -138,9 +138,9 @@ class Solver:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
 
     def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
-        """Solve tangent problems whose matrices have equal shorter sides.
+        """Solve tangent problems. The shorter sides of all matrices must have the same length.
 
-        Directions are returned in the buffers of `m`, which saves the memory of a stack.
+        Directions are returned in the buffers of `m`, to save memory.
 
         Work that only depends on the shorter side is launched once for all stacks. Up to rounding,
         each matrix's solution is independent of the others. `problems` must not be empty, and all
@@ -148,7 +148,7 @@ class Solver:
 
         Raises:
             ValueError: if a shape or dtype is wrong, `steps < 1`, the schedule is unknown, or
-                shorter sides differ.
+                shorter sides differ in length.
         """
         work = _Refinement(problems, self)
         work.begin(tangent_model.build(work.stacks, work.u, work.v, *work.msign))
@@ -185,11 +185,11 @@ class Solver:
 def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> TangentSolution:
     """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
 
-    A converged matrix keeps its result while others continue. The direction and `residual` are
-    from the best evaluation; `converged` is False where the residual exceeds the tolerance. In
-    16 bits, msign has rounding errors along Theta that no multiplier can reduce. If these errors
-    are at most `ROUNDING`, the search stops and subtracts them from the direction. If no tangent
-    direction exists (`M = c Theta`), the direction is zero and `converged` is False.
+    A converged matrix keeps its result while the search continues for other matrices. The direction
+    and `residual` are from the best evaluation; `converged` is False where the residual exceeds the
+    tolerance. In 16 bits, msign has rounding errors along Theta that no multiplier can reduce. If
+    these errors are at most `ROUNDING`, the search stops and subtracts them from the direction. If
+    no tangent direction exists (`M = c Theta`), the direction is zero and `converged` is False.
 
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, whose squares must be representable
@@ -234,7 +234,7 @@ class _Refinement:
                 raise ValueError(f"m must be float32 or float64, got {m.dtype}")
         short = [min(problem.m.shape[1:]) for problem in problems]
         if len(set(short)) > 1:
-            raise ValueError(f"problems must have equal shorter sides, got {short}")
+            raise ValueError(f"problems must have shorter sides of equal length, got {short}")
         self.tall = [is_tall(problem.m) for problem in problems]
         wide = [
             TangentProblem(m.mT, v, u) if flip else TangentProblem(m, u, v)
@@ -289,7 +289,7 @@ class _Refinement:
     def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `M + left right^T` for one stack in `shifted`, in memory order, slice by slice.
 
-        Overwrites M if it is no longer needed, which saves the memory of a stack.
+        Overwrites M if M is no longer needed, to save memory.
         """
         if m.mT.is_contiguous() and not m.is_contiguous():
             z, kept = self._sum(m.mT, right, left, floor)

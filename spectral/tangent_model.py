@@ -54,8 +54,8 @@ fast float64, the model uses float64 for any number of rows. In 16 bits, f is no
 need float64."""
 FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of GPUs whose float64 matmuls take at most about twice as long as float32
-ones: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300), float64
-matmuls take 30 to 64 times as long."""
+matmuls: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300),
+float64 matmuls take 30 to 64 times as long."""
 
 
 class Space(NamedTuple):
@@ -130,7 +130,7 @@ def build(
     steps: tuple[Coefficients, ...],
     dtype: torch.dtype,
 ) -> Model:
-    """Build a model for each matrix `M` in all stacks, projected onto the matrix's own space.
+    """Build a model for each matrix `M` in the stacks, projected onto the Krylov space of `M`.
 
     Args:
         stacks: tensors `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
@@ -202,8 +202,8 @@ def has_fast_doubles(device: torch.device) -> bool:
 def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute `N N^T` and `M v` in float64, for float64 unit vectors `v`, chunk by chunk.
 
-    `N N^T` is only positive semidefinite if it and `M v` are computed from the same float64 M and
-    an exact unit vector.
+    `N N^T` is only positive semidefinite if `N N^T` and `M v` are computed from the same float64 M
+    and an exact unit vector.
     """
     rows = stacks[0].shape[1]
     gram = v[0].new_empty(sum(map(len, stacks)), rows, rows)
@@ -288,7 +288,7 @@ def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> 
     """Apply `operator` to `start` `[batch, 2, rows]` `count` times, and return all powers.
 
     The result `[batch, 2 count, rows]`, float64, consists of unit vectors. All powers but the last
-    are orthogonalised against lower ones to keep them distinct.
+    are orthogonalised against lower powers to keep the powers distinct.
     """
     vectors = unit(operator(start if count else start[:, :0]).double())
     for _ in range(1, count):
@@ -335,7 +335,7 @@ def _blocks(gram: Tensor, pair: Tensor, shift: Tensor) -> Tensor:
 
 
 def value(model: Model, offset: Tensor) -> Tensor:
-    """Evaluate f `[batch, points]` at `mu` = `offset` `[batch, points]`."""
+    """Evaluate f at `mu = offset`. Both are `[batch, points]`."""
     uu, uq, qq = model.block[:, :, None]  # each [batch, 1, nodes]
     mu = offset[:, :, None]
     numerator = torch.addcmul(uq, mu, uu)
@@ -370,10 +370,10 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
 
 BLOCK = 256
 """Number of rows per block, except on CPU (see `block_rows`). Larger blocks need fewer launches;
-smaller ones leave fewer rows to the library's slow factorisation. An H200 factorises and solves 48
-float64 systems of 2,048 rows in 11.0, 9.9, 14.0 and 22.8 ms with blocks of 128, 256, 512 and 1,024
-rows (library: 24.6 ms), and 48 systems of 512 rows in 1.4 and 1.5 ms with blocks of 128 and 256
-(library: 1.6 ms). These times were measured with one matmul per pair of blocks."""
+smaller blocks leave fewer rows to the library's slow factorisation. An H200 factorises and solves
+48 float64 systems of 2,048 rows in 11.0, 9.9, 14.0 and 22.8 ms with blocks of 128, 256, 512 and
+1,024 rows (library: 24.6 ms), and 48 systems of 512 rows in 1.4 and 1.5 ms with blocks of 128 and
+256 (library: 1.6 ms). These times were measured with one matmul per pair of blocks."""
 JOINED = 4
 """Number of blocks to join for `solve`, except on CPU. Systems of up to 1,024 rows are then solved
 in two launches. For 2,048 rows, the joined inverses take a quarter of the factor's FLOPs and half
@@ -407,16 +407,16 @@ def block_rows(rows: int, device: torch.device) -> int:
 
 
 def joined_blocks(device: torch.device) -> int:
-    """Return the number of blocks to join for `solve`."""
+    """Return the number of consecutive blocks to join into one block for `solve`."""
     return 1 if device.type == "cpu" else JOINED
 
 
 def factorized_(k: Tensor) -> list[Block]:
     """Factorise symmetric positive definite `k` `[batch, n, n]` in place, for `solve`.
 
-    Only the upper triangle is read; the lower one is overwritten with L. If rounding makes a system
-    indefinite, its solutions are meaningless and possibly nonfinite, but other systems are not
-    affected.
+    Only the upper triangle is read; the lower triangle is overwritten with L. If rounding makes a
+    system indefinite, its solutions are meaningless and possibly nonfinite, but other systems are
+    not affected.
     """
     rows = k.shape[-1]
     parts = blocks_of(rows, block_rows(rows, k.device))

@@ -1,16 +1,15 @@
 """Detects the matrices in weights from one forward pass.
 
 A weight's name and shape do not reveal its matrices, but the use of its outputs does. The model is
-therefore run once. The result of each matmul with a weight has a *shadow* (`shadow.py`), which
-holds, for each element, the number of a column (an output of the weight). Operations propagate
-shadows:
+therefore run once. The result of each matmul with a weight has a *shadow* (`shadow.py`): for each
+element, the number of a column (an output of the weight). Operations propagate shadows:
 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
     silu, softmax, a norm       the result has the operand's shadow
     a + b, a sum, a vector norm each element has the columns of all terms
 
-until an operation uses columns as one vector, which are then recorded as a set:
+until an operation uses columns as one vector. These columns are then recorded as a set:
 
     a product with a weight     the columns of each input vector
     a product of activations    the columns of each inner product or, if it sums over tokens, of
@@ -104,7 +103,7 @@ def watch(
     """Run a forward pass, and return the division that it reveals for each weight.
 
     Args:
-        model: the model. Its parameters, gradients, buffers, modes and attributes (including lists,
+        model: the model. Parameters, gradients, buffers, modes and attributes (including lists,
             mappings and generators) are restored afterwards.
         weights: parameters with at least two dimensions.
         vectors: parameters that must not be used as matrices in a matmul.
@@ -195,10 +194,11 @@ def _skip(watched: "Watch", computed: parametrize.ParametrizationList) -> None:
 
 
 class Origin(IntEnum):
-    """The inputs that values depend on; a result has the largest origin of its operands."""
+    """The kind of inputs that values depend on. A result's origin is the largest of its operands'
+    origins."""
 
     POSITIONS = 0
-    EXAMPLE = 1  # these are the example's values
+    EXAMPLE = 1  # the example's values
     ACTIVATIONS = 2  # values computed from the example, or random values
     SCALARS = 3  # scalar parameters, or a layer's only output
     PARAMETERS = 4
@@ -210,10 +210,10 @@ class Facts:
 
     origin: Origin = Origin.POSITIONS
     is_parameter: bool = False
-    is_active: bool = False  # whether they depend on the example, unlike a computed weight
+    is_active: bool = False  # whether the values depend on the example, unlike a computed weight
     is_product: bool = False  # whether parameters alone are multiplied: a table's rows, or a weight
-    scaled: frozenset[Use] = frozenset()  # weights that they are, with scaled inputs or outputs
-    vector: str = ""  # the name of the vector that they belong to
+    scaled: frozenset[Use] = frozenset()  # weights stored with scaled inputs or outputs
+    vector: str = ""  # the name of the vector that the values belong to
     factors: "Sequence[Side]" = ()  # of a * b
     terms: "Sequence[Side]" = ()  # of f(a + b)
     # For a maximum or its index: the columns, and whether only a comparison chooses among them.
@@ -241,8 +241,8 @@ class Side(NamedTuple):
         return shared, {axis for axis, (n, m) in pairs if n > 1 == m}
 
     def vectors(self, other: "Side") -> list[int]:
-        """The axes along which vectors lie if each element of `other` multiplies a whole vector, as
-        attention weights multiply the values of each head.
+        """The axes of the vectors that single elements of `other` multiply, as attention weights
+        multiply the values of each head.
         """
         along = [axis for axis in self.moving if other.shape[axis] == 1]
         return along if len(along) < len(self.moving) else []
@@ -283,7 +283,7 @@ class Watch(TorchDispatchMode):
                 facts.origin = Origin.EXAMPLE
 
     def facts(self, tensor: Tensor) -> Facts:
-        """Return the facts about a tensor's storage."""
+        """Return the `Facts` of a tensor's storage."""
         return self.known.setdefault(tensor.untyped_storage(), Facts())
 
     def __torch_dispatch__(
@@ -440,7 +440,8 @@ class Watch(TorchDispatchMode):
         return use
 
     def _hide(self, operands: Iterable[Tensor], operation: str, uses: Iterable[Use] = ()) -> None:
-        """Mark the weights of operands and uses, and the tables that they multiply, as hidden."""
+        """Mark the weights of operands and uses, and the tables that these weights multiply, as
+        hidden."""
         for t in operands:
             own = {self._use(t)} if t in self.weights else set[Use]()
             uses = {*uses, *(self.numbers.beneath(self.columns.read(t)) or own)}
@@ -448,7 +449,7 @@ class Watch(TorchDispatchMode):
             each.hidden = each.hidden or operation
 
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
-        """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
+        """Record that the model returns `tensors` or, if `loss`, that the tensors enter a loss."""
         for t in filter(is_strided, tensors):
             for use in self.numbers.beneath(columns := self.columns.read(t)):
                 term = loss or (columns is not None and self._is_statistic(columns))
@@ -550,7 +551,7 @@ class Watch(TorchDispatchMode):
         return isinstance(use, Use) and 1 < columns.numel() < use.count
 
     def _apart(self, statistic: Tensor, columns: Tensor) -> bool:
-        """Return whether a sum contains other columns of a weight, as the score of a head does."""
+        """Return whether a sum contains none of a weight's `columns`, as in the score of a head."""
         if not self._is_part(columns):
             return False
         return self.numbers.leaves(int(statistic.max())).isdisjoint(columns.flatten().tolist())
@@ -779,8 +780,8 @@ class Watch(TorchDispatchMode):
         self.columns.write(out, columns if out.is_complex() else columns[..., 0])
 
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Follow a matmul of `[..., rows, n]` and `[..., n, columns]`; either may be a vector
-        `[n]`."""
+        """Follow a matmul of `[..., rows, n]` and `[..., n, columns]`; either operand may be a
+        vector `[n]`."""
         # If both are weights, the first is a table of inputs, or a factor of a weight.
         weight = next((t for t in (right, left) if t in self.weights), None)
         if left in self.weights and self.facts(right).is_parameter:
@@ -798,7 +799,8 @@ class Watch(TorchDispatchMode):
     def _take(
         self, left: Tensor, right: Tensor, out: Tensor, weight: Tensor | None, layer: bool
     ) -> bool:
-        """Follow the columns that a matmul uses. Return whether it only scales each of them."""
+        """Follow the columns that a matmul uses. Return whether the matmul only scales each
+        column."""
         depthwise, kept, kind = False, list[Tensor](), LAYER if layer else INNER
         axes = left.ndim - 1, max(right.ndim - 2, 0)
         read = [None if t is weight else self.columns.read(t) for t in (left, right)]
@@ -858,8 +860,8 @@ class Watch(TorchDispatchMode):
             self._made(out, columns, -1 if axis == 0 or out.ndim == 1 else out.ndim - 2)
 
     def _place(self, number: float) -> tuple[Any, int]:
-        """Return the weight of an element, and its place in the weight or in an entry of a
-        stack."""
+        """Return the weight of an element, and the element's position in the weight or stack
+        entry."""
         use = self.numbers.record(int(number))
         place = int(number) - use.start
         if isinstance(use, Use) and len(use.shape) > 2 and use.strides[0] == max(use.strides):
@@ -868,7 +870,7 @@ class Watch(TorchDispatchMode):
 
     def _entries(self, weight: Tensor, out: Tensor) -> Tensor:
         """Return a stack's entry offsets if a batched matmul uses the entries in order, else a
-        0."""
+        single 0."""
         use = self._use(weight)
         if (weight.ndim, len(use.shape), out.ndim) == (3, 3, 3):
             numbers = self.weights[weight].read(weight[:, :1, :1]).flatten() - use.start
@@ -881,11 +883,11 @@ class Watch(TorchDispatchMode):
     def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[list[int]]:
         """Return the axes of the vectors used by a matmul that sums over `axis`.
 
-        Vectors lie along `axis`, with two exceptions. A matmul that adds outputs of different
-        matrices is a weighted sum of vectors that lie along all other axes. A matmul of activations
-        whose other axis holds consecutive outputs is a weighted sum of vectors along that other
-        axis. A matmul with a state of outer products uses vectors along both axes. With three or
-        more axes, the first enumerates the separate entries of a batch.
+        Vectors are slices along `axis`, with three exceptions. A matmul that adds outputs of
+        different matrices is a weighted sum of vectors along all other axes. A matmul of
+        activations whose other axis contains consecutive outputs is a weighted sum of vectors along
+        that other axis. A matmul with a state of outer products uses vectors along both axes. With
+        three or more axes, the first enumerates the separate entries of a batch.
         """
         axes = range(columns.ndim > 2, columns.ndim)
         others = [a for a in axes if columns.shape[a] > 1 and a != axis % columns.ndim]
@@ -905,8 +907,8 @@ class Watch(TorchDispatchMode):
     ) -> Tensor:
         """Return the columns of a matmul that keeps axis `kept` of a weight.
 
-        `apart` means that the matmul uses one stack entry, whose columns differ from those of
-        others.
+        `apart` means that the matmul uses one stack entry, whose columns differ from the columns of
+        other entries.
         """
 
         def along(axis: int) -> Tensor:
@@ -960,7 +962,7 @@ class Watch(TorchDispatchMode):
             self._made(out, numbers[None], 1)
 
     def _made(self, out: Tensor, columns: Tensor, axis: int) -> None:
-        """Record a matmul's columns `[1 or n, columns]`, which lie along axis 0 and `axis`."""
+        """Store the columns `[1 or n, columns]` of a matmul's result, along axis 0 and `axis`."""
         sizes = [1] * out.ndim
         sizes[0], sizes[axis] = columns.shape  # if `out` has one axis, there is one row of columns
         self.columns.write(out, columns.double().to(out.device).view(sizes))

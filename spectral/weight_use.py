@@ -39,7 +39,7 @@ Sets = frozenset[tuple[int, ...]]
 
 @dataclass(eq=False)
 class Use:
-    """Records how a weight's outputs are used. Its elements are numbered from `start`."""
+    """Records how a weight's outputs are used. The weight's elements are numbered from `start`."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,9 +82,10 @@ class Use:
         return _changing(_places(numbers - self.start, self.shape, self.strides))
 
     def looks_up(self, numbers: Tensor, ordered: bool) -> bool:
-        """Return whether the elements are whole rows but not a reordering of all rows.
+        """Return whether the elements are the result of looking up whole rows.
 
-        `ordered` means that the rows keep their order, as all positions of a sequence do.
+        Selecting all rows in another order does not count. Selecting all rows in the original order
+        (`ordered`) counts, as in a table of positions.
         """
         rows, *rest = _places(numbers.unique() - self.start, self.shape, self.strides)
         whole = [len(line.unique()) for line in rest] == [*self.shape[1:]]
@@ -94,8 +95,8 @@ class Use:
     def columns(self, numbers: Tensor, inputs: set[int], apart: bool = False) -> Tensor:
         """Record a matmul that sums over the axes `inputs`. Return each column's first element.
 
-        `apart` means that if the matmul uses a single stack entry, the columns belong to that entry
-        rather than to the first entry.
+        If `apart` and the matmul uses a single stack entry, the returned elements are in that
+        entry. Otherwise, they are in the first entry.
         """
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]
@@ -109,7 +110,8 @@ class Use:
         """Return the weight's division and the reason for it.
 
         Args:
-            taken: None, and the weights whose outputs another layer uses.
+            taken: the weights whose outputs another layer uses, and None. In `joined`, None stands
+                for other activations.
 
         Raises:
             ValueError: if the pass does not use the weight, drops its outputs or hides how they are

@@ -27,13 +27,13 @@ Precision = Literal["ieee", "tf32x3"]
 SMALL = 64
 """Triton kernels are used for up to this many rows in a projected matrix or this many poles."""
 VECTORS = 32
-"""Maximum number of vectors per matrix that one Triton program orthonormalises; more would not fit
-in its registers."""
+"""Maximum number of vectors per matrix that one Triton program orthonormalises; more vectors would
+not fit in the registers."""
 DOUBLES = (3, 7)
 """Oldest Triton version whose float64 matmuls have been tested."""
 TABLE = Path(__file__).with_name("table.json")
-# In the distance to a table entry, a factor of two in rows counts this many times as much as one in
-# columns or batch size.
+# In the distance to a table entry, a factor of two in rows counts this many times as much as a
+# factor of two in columns or batch size.
 ROWS_WEIGHT = 4.0
 
 
@@ -45,7 +45,7 @@ class Tile:
         block, depth: tile sizes.
         warps, stages: Triton's `num_warps` and `num_stages`.
         precision: precision of float32 products: "ieee", or "tf32x3" (three tensor-core products,
-            about 22 bits). Products of 16-bit numbers are exact in either case.
+            about 22 bits). With both settings, products of 16-bit numbers are exact.
     """
 
     block: int
@@ -88,7 +88,7 @@ class Entry:
     tile: Tile | None
 
     def distance(self, batch: int, rows: int, cols: int) -> float:
-        """Return the distance to a problem with the same operation and dtype, in factors of two."""
+        """Return the log2 distance to a problem with the same operation and dtype."""
         return (
             ROWS_WEIGHT * abs(math.log2(rows / self.rows))
             + abs(math.log2(cols / self.cols))

@@ -5,9 +5,9 @@ the tanh approximation of GELU. If g is the gradient of the output, the gradient
 
     g up f'(gate)  with  f' = sigmoid(z) + f (1 - sigmoid(z)) z',    and    g f(gate).
 
-Both are written to a single tensor in one pass, which reads three elements and writes two elements
-per element of g. Compiled code that concatenates the two gradients reads g and the gate twice. The
-reference is autograd's gradient of `f(gate) * up`.
+Both gradients are written to a single tensor in one pass, which reads three elements and writes two
+elements per element of g. Compiled code that concatenates the two gradients reads g and the gate
+twice. The reference is autograd's gradient of `f(gate) * up`.
 """
 
 import math

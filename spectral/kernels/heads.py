@@ -3,7 +3,7 @@
 Attention's backward pass returns separate gradients of the rotated queries, rotated keys and
 values. The QKV projection needs these gradients in one tensor, in which each group's queries, key
 and value are adjacent. The kernel undoes the rotations, backpropagates through the heads' RMSNorms,
-if any, and writes this tensor, reading each gradient and each normalized head once. The reference
+if any, and writes this tensor. It reads each gradient and each normalized head once. The reference
 is `heads_gradients` in models/blocks/self_attention.py.
 """
 

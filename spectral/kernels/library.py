@@ -41,12 +41,13 @@ def product(
     and mirrored, which makes it exactly symmetric. Products recorded by autograd are always
     computed whole.
 
-    CPU time of X X^T in blocks relative to the whole product, in float32 on one thread (torch
-    2.13), on an AMD EPYC with AVX2 and, in brackets, an Intel Xeon with AVX-512: 0.90 (0.90) at
-    512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76) at 2048 x 2048.
-    Ratios in float64 are similar. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8 at 256 x 256. Two
-    blocks are slower than four; below 1,024 rows, eight are also slower than four. On processors
-    with bfloat16 instructions, blocks take 1.5 to 4 times as long as the whole product.
+    The following ratios are the CPU time of X X^T in blocks divided by the CPU time of the whole
+    product, in float32 on one thread (torch 2.13). On an AMD EPYC with AVX2 (an Intel Xeon with
+    AVX-512), the ratio is 0.90 (0.90) at 512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024
+    x 1024, and 0.67 (0.76) at 2048 x 2048. Ratios in float64 are similar. The ratio is 1.0 to 1.2
+    at 384 x 384 and 1.8 at 256 x 256. Two blocks are slower than four; below 1,024 rows, eight are
+    also slower than four. On processors with bfloat16 instructions, blocks take 1.5 to 4 times as
+    long as the whole product.
     """
     other = a.mT if b is None else b
     by_blocks = (

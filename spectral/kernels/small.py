@@ -1,8 +1,8 @@
 """Triton kernels for small float64 problems, with one program per matrix.
 
-The equivalent PyTorch code (`_top_eigenvector` and `orthonormal` in `spectral.singular_triplets`,
-`root` in `spectral.tangent_model`) takes seven to forty operations on a few numbers or vectors, and
-spends most of its time on kernel launches.
+The equivalent PyTorch code takes seven to forty operations on a few numbers or vectors, and spends
+most of its time on kernel launches. See `_top_eigenvector` and `orthonormal` in
+`spectral.singular_triplets`, and `root` in `spectral.tangent_model`.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def eigenvector_kernel(  # type: ignore[no-untyped-def]
     SQUARINGS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the top eigenvector of one matrix of the contiguous `t` `[batch, size, size]`."""
+    """Write the top eigenvector of one matrix in `t`, contiguous `[batch, size, size]`."""
     matrix = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
     inside = (i[:, None] < size) & (i[None, :] < size)
@@ -55,7 +55,7 @@ def root_kernel(  # type: ignore[no-untyped-def]
     POINTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the root and slope of one model of the contiguous `block` `[3, batch, nodes]`."""
+    """Write the root and slope of one model in `block`, contiguous `[3, batch, nodes]`."""
     matrix = tl.program_id(0).to(tl.int64)
     point = tl.arange(0, SIZE)
     reach = tl.load(half + matrix)

@@ -72,7 +72,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     CAUTIOUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one block of one matrix in the contiguous `weight` `[batch, numel]`."""
+    """Update one block of one matrix in `weight`, contiguous `[batch, numel]`."""
     matrix = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     place = part * BLOCK + tl.arange(0, BLOCK)
@@ -105,8 +105,8 @@ def update_(
 ) -> Tensor:
     """Update `weight` in place where `active`, and return ||direction||^2 `[batch]`.
 
-    The update is `weight <- factor weight - step direction`. If `scale` is given, `weight` is
-    multiplied by it first.
+    The update is `weight <- factor weight - step direction`. If `scale` is given, `weight` is first
+    multiplied by `scale`.
 
     Args:
         weight: `[batch, rows, cols]`, float32, contiguous.

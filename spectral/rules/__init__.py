@@ -38,9 +38,9 @@ ENTRY_POINTS = "spectrain.rules"
 class Registry(UserDict[str, type[Rule]]):
     """Maps names to rules.
 
-    Rules from other installed packages are loaded lazily, when names are listed or a name is
-    missing, because these packages may import this one. `left_out` maps the names of unusable rules
-    in these packages to the reasons.
+    Rules from other installed packages are only loaded when names are listed or an unregistered
+    name is looked up, because these packages may import this package. `left_out` maps the name of
+    each unusable rule to the reason why it is unusable.
     """
 
     loading = False
@@ -73,7 +73,7 @@ class Registry(UserDict[str, type[Rule]]):
         return self.data[name]
 
     def load(self) -> None:
-        """Register the rules of installed packages, with a warning for each unusable one."""
+        """Register the rules of installed packages, and warn about each unusable rule."""
         if self.loading:  # a package may list the rules while being imported
             return
         self.loading = True
@@ -118,7 +118,7 @@ def register_rule(name: str, rule: type[Rule]) -> None:
 
     Raises:
         ValueError: if the name is taken by another rule.
-        TypeError: if `rule` is not a subclass of `Rule` or violates its requirements.
+        TypeError: if `rule` is not a subclass of `Rule` or violates the requirements of `Rule`.
     """
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"rule {name!r} must be a class derived from {__name__}.Rule, got {rule!r}")

@@ -25,8 +25,8 @@ class AdaMuonRule(NorMuonRule):
     """Muon applied to the signs of the momentum, with update entries divided by a running RMS."""
 
     scale: Scale = "align_adam_rms"
-    """Formula for the shape-dependent update scale (docs/spectral.md); the default is the paper's.
-    """
+    """Formula for the shape-dependent update scale (docs/spectral.md); the default is the paper's
+    formula."""
     beta2: float = 0.95
     """Decay rate of the moving average of the update's squared entries, in [0, 1); the paper sets
     it to `momentum`."""

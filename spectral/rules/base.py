@@ -78,7 +78,7 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """An update rule. Its fields are its hyper-parameters and the keys of its config section."""
+    """An update rule. The fields are the hyper-parameters, and the keys of the config section."""
 
     whole_matrix: ClassVar[bool]
     """Whether the rule needs whole matrices `[batch, rows, cols]`; otherwise it is elementwise."""
@@ -86,7 +86,7 @@ class Rule(ABC):
     """Whether a step uses the weight for anything besides decaying it and subtracting the update.
     """
     elementwise_state: ClassVar[tuple[str, ...]] = ()
-    """State entries used by `accumulate`, which have the weight's shape and are initialised to 0.
+    """State entries that `accumulate` uses. They have the weight's shape and are initialised to 0.
     """
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Rule(ABC):
         return False
 
     def decay_problem(self, weight_decay: float) -> str | None:
-        """Return why this weight decay cannot be used with the rule, or None if it can."""
+        """Return the reason why this weight decay cannot be used with the rule, or None."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -132,10 +132,10 @@ class Rule(ABC):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Compute the inputs to `update` in place from `grads`. By default, return `grads` itself.
+        """Compute the inputs to `update` from `grads`, in place. By default, return `grads` itself.
 
-        The computation is elementwise, so it may run on any slice of a matrix, and only accesses
-        the state entries listed in `elementwise_state`.
+        The computation is elementwise, so it may run on any slice of a matrix. It only accesses the
+        state entries listed in `elementwise_state`.
         """
         return list(grads)
 
@@ -151,8 +151,8 @@ class Rule(ABC):
         Elementwise rules may assume finite gradients, because the optimizer checks them.
 
         All stacks have the same dtype, device and active flag. On devices with kernels, a
-        whole-matrix rule may receive stacks of several shapes with equal shorter sides; on other
-        devices, it receives a single stack.
+        whole-matrix rule may receive stacks of several shapes whose shorter sides have the same
+        length; on other devices, it receives a single stack.
         """
 
     def cost(self, shape: Sequence[int]) -> float:
@@ -279,8 +279,8 @@ def decay_(
 ) -> None:
     """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`.
 
-    If the `direction` that will be subtracted afterwards is given, entries where weight and
-    direction have opposite signs are not decayed.
+    If the update's `direction` is given, entries where weight and direction have opposite signs are
+    not decayed.
     """
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
@@ -318,7 +318,7 @@ def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
 
 
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return whether each unit is updated, `[batch]`: it is `sound` and the step is `active`."""
+    """Return `[batch]`: True for units that are `sound` in an active step, else False."""
     return sound if active is None else sound & active
 
 

@@ -115,7 +115,7 @@ DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 @dataclass(frozen=True, kw_only=True)
 class MsignRule(Rule):
-    """A whole-matrix rule that uses msign, with its settings."""
+    """A whole-matrix rule that uses msign; its fields include msign's settings."""
 
     whole_matrix: ClassVar[bool] = True
 
@@ -154,7 +154,7 @@ class MsignRule(Rule):
         return msign_cost(short, long, steps=self.steps, dtype=dtype, schedule=self.schedule)
 
     def polars(self, matrices: Sequence[Tensor]) -> list[Polar]:
-        """Return the polar factors of stacks `[batch, rows, cols]`, which are overwritten."""
+        """Return the polar factors of stacks `[batch, rows, cols]`. The stacks are overwritten."""
         dtype = self.dtype or matrices[0].dtype
         polynomials = coefficients(self.schedule, self.steps, dtype)
         return polars_of([normalized_(x, dtype) for x in matrices], polynomials, dtype)
@@ -184,8 +184,8 @@ class PolarRule(MomentumRule, MsignRule):
     ) -> list[Report]:
         """Compute `weight -= lr scale direction`, after weight decay if `decays`.
 
-        If `retraction` `[sum of batches]` is given, weights are multiplied by it first. A unit's
-        weight is left bitwise unchanged if the unit is not `sound` `[sum of batches]` or its
+        If `retraction` `[sum of batches]` is given, weights are first multiplied by `retraction`. A
+        unit's weight is left bitwise unchanged if the unit is not `sound` `[sum of batches]` or its
         direction did not stay bounded. Reports `update_rms` and `refused`, both `[batch]`, for each
         stack.
         """

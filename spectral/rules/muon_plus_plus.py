@@ -48,8 +48,8 @@ class MuonPlusPlusRule(RadiusRule):
     float32 matrices with more than 256 rows on GPUs with slow float64 (consumer cards, B300), and 1
     otherwise."""
     correlation_rescale: bool = False
-    """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
-    the weight by sqrt(last step's rho / rho). Not supported with project_rescale."""
+    """Multiply the weight by sqrt(last step's rho / rho) the first time that the correlation rho of
+    the entries (eq. 4.13) exceeds its threshold. Not supported with project_rescale."""
     correlation_threshold: float = 1.0
     """Positive factor C in the paper's threshold, C (rows^-1/2 + cols^-1/2)."""
 
@@ -91,11 +91,11 @@ class MuonPlusPlusRule(RadiusRule):
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay the weights, then step along the projected or tangent direction. See `Rule.update`.
 
-        Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is (sigma_1 -
-        sigma_2) / sigma_1 before the update. gap_exceeded is 1 where the step is longer than
-        sigma_1 - sigma_2, so the norm may change. project_rescale also reports norm, the updated
-        weight's ||W||_2 before rescaling. dual also reports multiplier, residual, evaluations and
-        converged.
+        Reports `sigma`, `radius`, `gap`, `gap_exceeded`, `correlation` and `update_rms`. `gap` is
+        (sigma_1 - sigma_2) / sigma_1 before the update. `gap_exceeded` is 1 where the step is
+        longer than sigma_1 - sigma_2, so the norm may change. With project_rescale, `norm` is also
+        reported: the updated weight's ||W||_2 before rescaling. With dual, `multiplier`,
+        `residual`, `evaluations` and `converged` are also reported.
         """
         return [self._step(stack) for stack in stacks]
 
@@ -124,7 +124,8 @@ class MuonPlusPlusRule(RadiusRule):
     def matrix_cost(self, short: int, long: int) -> float:
         """Return the FLOPs of triplets, msign and projections. See `MsignRule.matrix_cost`.
 
-        Every step computes two singular triplets; with `project_rescale`, it computes a third one.
+        Every step computes two singular triplets. With `project_rescale`, it computes a third
+        triplet.
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
         track = triplets * triplet_cost(short, long, steps=self.krylov_steps)
@@ -135,9 +136,9 @@ class MuonPlusPlusRule(RadiusRule):
     def track(self, stack: Stack) -> tuple[Report, Tensor]:
         """Refresh both singular pairs.
 
-        Returns the report (sigma, radius, gap and gap_exceeded of the decayed weight) and a mask
-        `[batch]` of sound units, whose squared norms and cached vectors are finite. The vectors of
-        all other units are reset.
+        Returns the report (`sigma`, `radius`, `gap` and `gap_exceeded` of the decayed weight) and a
+        mask `[batch]` of sound units. A unit is sound if its squared norm and cached vectors are
+        finite. The vectors of all other units are reset.
         """
         weight, _, state, (lr, weight_decay, active) = stack
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.krylov_steps)

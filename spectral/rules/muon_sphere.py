@@ -42,7 +42,7 @@ class RadiusRule(PolarRule):
         return radius(shape, self.radius, self.radius_scaler)
 
     def accepted(self, tolerance: float | None) -> float:
-        """Return the tolerance for tangent directions; if it is None, return its default."""
+        """Return `tolerance` or, if it is None, the default tolerance for tangent directions."""
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
     def solver(self, tolerance: float | None, **options: Any) -> Solver:
@@ -88,7 +88,7 @@ class MuonSphereRule(RadiusRule):
         return self.retraction == "hard"
 
     def decay_problem(self, weight_decay: float) -> str | None:
-        """Return why this weight decay cannot be used with the rule, or None if it can."""
+        """Return the reason why this weight decay cannot be used with the rule, or None."""
         if self.retraction == "hard" or weight_decay <= 0:
             return None
         return (
@@ -97,9 +97,10 @@ class MuonSphereRule(RadiusRule):
         )
 
     def init_state(self, weight: Tensor) -> State:
-        """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`.
+        """Create the momentum and the top singular vectors `u` and `v`.
 
-        The state also holds nearby `[batch, NEARBY, shorter side]`, filled in by the first step.
+        `u` is `[batch, rows]` and `v` is `[batch, cols]`. The first step computes `nearby`,
+        `[batch, NEARBY, shorter side]`.
         """
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())
@@ -125,9 +126,9 @@ class MuonSphereRule(RadiusRule):
         return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK)
 
     def track(self, stacks: Sequence[Stack]) -> tuple[list[Report], Tensor, Tensor]:
-        """Refresh u, v and nearby, and compute the retraction to the sphere.
+        """Refresh `u`, `v` and `nearby`, and compute the retraction to the sphere.
 
-        Returns each stack's report (`sigma` and `radius`) and, as tensors `[sum of batches]`,
+        Returns a report for each stack (`sigma` and `radius`) and two tensors `[sum of batches]`:
         whether each unit is sound, and each weight's combined decay and retraction factor. A unit
         is sound if its squared norm and the norms of its cached vectors are finite. The vectors of
         all other units are reset, so their next step is a cold start.

@@ -64,7 +64,7 @@ class SpectralDescentRule(MsignRule):
         }
 
     def direction(self, grad: Tensor) -> Polar:
-        """Return the unit step of each matrix (polar factor) or vector (signs) as a new tensor."""
+        """Return each matrix's polar factor, or each vector's signs, as a new tensor."""
         if grad.ndim == 2:
             return Polar(grad.sign(), torch.isfinite(grad.sum(1)))
         (polar,) = self.polars([grad.clone()])

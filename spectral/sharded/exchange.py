@@ -1,12 +1,13 @@
 """An exchange that sends parts of matrices to their owners and sends the results back.
 
 Each matrix has one owner among the ranks in a group. One packed all-to-all sends the parts of many
-matrices to their owners, and another sends the results back. Matrices that are whole on their owner
-are not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the library.
+matrices to their owners, and another sends the results back. Matrices whose parts are all on the
+owner are not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the
+library.
 
-In both cases, a step sends momenta to owners and updates back. In the trainer, owners keep copies
-of the weights that their rules read, and update the copies too. In the library, other code may
-modify weights between steps, so weights that are read by the rule are sent to their owners too.
+In both cases, a step sends momenta to owners and updates back. In the trainer, owners keep and
+update copies of the weights that are read by rules. In the library, other code may modify weights
+between steps, so weights that are read by rules are sent to owners in every step.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -59,7 +60,7 @@ class Transfer:
     """Transfer of a matrix to its owner, and of the result back.
 
     matrix    name of the matrix
-    owner     rank within the group that runs the matrix's rule
+    owner     the owner's rank within the group; the owner runs the matrix's rule
     sources   parts sent to the owner
     targets   parts to which the owner sends the result
     """
@@ -78,7 +79,7 @@ class Transfer:
 class Side:
     """The parts that a rank sends or receives in one direction of the exchange.
 
-    local          (matrix, part) for every part of this rank's matrices that need no transfer
+    local          (matrix, part) for every part of this rank's matrices with `Transfer.is_local`
     held           (matrix, part) for every other part on this rank, by ascending owner
     owned          (matrix, part) for every part of the other matrices owned by this rank, by
                    ascending rank
@@ -87,7 +88,7 @@ class Side:
     """
 
     def __init__(self, ways: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
-        """Sort `ways`, (transfer, part) pairs, into local, held and owned parts."""
+        """Sort the (transfer, part) pairs in `ways` into local, held and owned parts."""
         self.local = [(t.matrix, part) for t, part in ways if t.is_local and t.owner == rank]
         parts = [(t, part) for t, part in ways if not t.is_local]
         # Sender and receiver process the parts they have in common in the same order.
@@ -106,7 +107,7 @@ class Side:
 class Exchange:
     """The two all-to-alls for a set of matrices, planned once per rank.
 
-    Each whole matrix is a tensor; a part's `whole` is the slice of that tensor stored in the part.
+    Each whole matrix is a tensor. A part contains the slice `part.whole` of this tensor.
     `owned_matrices` lists the names of the matrices owned by this rank.
     """
 
@@ -158,11 +159,10 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Copy `whole[matrix]` from its owner to all parts of the matrix or, with `add`, add it to
-        them.
+        """Copy `whole[matrix]` from its owner to all parts of the matrix.
 
-        If `local` is False, matrices that are stored whole on their owner are skipped. See `gather`
-        for `like` and `dtype`.
+        With `add`, add to the parts instead of overwriting them. If `local` is False, matrices that
+        need no transfer are skipped. See `gather` for `like` and `dtype`.
         """
         write = add_all_ if add else copy_all_
         if local:
@@ -197,7 +197,7 @@ class Exchange:
 def local_pairs(
     parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield two views of equal shape for each local part: of its matrix and of its tensor."""
+    """Yield equally shaped views of each local part in `whole` and in `held`."""
     for matrix, part in parts:
         view = part.of(held)
         yield narrowed(whole[matrix], part.whole).view(view.shape), view

@@ -50,7 +50,8 @@ class RankGroup:
         return least > 0, smallest == -largest
 
     def differ(self, numbers: Sequence[Tensor]) -> list[bool]:
-        """Return which nonnegative numbers (0-d) differ between ranks by more than a thousandth."""
+        """Return whether each 0-d number differs between ranks by more than a thousandth. No number
+        may be negative."""
         extremes = torch.stack([*numbers, *(-number for number in numbers)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         largest, smallest = extremes[: len(numbers)], -extremes[len(numbers) :]
@@ -99,7 +100,7 @@ def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -
 
 
 def check_one_mesh(parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError unless all parameters are on the same device mesh, or none is on a mesh."""
+    """Raise ValueError if parameters are on different device meshes, or only some are DTensors."""
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     if len(meshes) > 1:
         raise ValueError(
@@ -120,7 +121,7 @@ class TensorLayout:
     copies: tuple[int, ...]
 
     def parts(self, box: Box) -> dict[int, Box]:
-        """Map ranks to the nonempty intersections of `box` with their parts."""
+        """Map each rank whose part overlaps `box` to the intersection of the part and `box`."""
         common = ((rank, intersection(box, held)) for rank, held in enumerate(self.boxes))
         return {rank: part for rank, part in common if part is not None}
 

@@ -75,7 +75,7 @@ class SharedMatrices:
     ) -> None:
         """Choose owners; every rank must pass the same parameters in the same order.
 
-        Momenta and updates are sent in `exchange_dtype`; None means their own dtype.
+        Momenta and updates are sent in `exchange_dtype`; None means no conversion.
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
@@ -132,8 +132,8 @@ class SharedMatrices:
                 The active flag must be the same for all parameters and ranks.
 
         Returns:
-            (parameters, report) pairs for the matrices owned by this rank, with one parameter and
-            one value of each metric per matrix.
+            (parameters, report) pairs for batches of matrices owned by this rank. A pair contains
+            the parameter of each matrix, and one value of each metric per matrix.
         """
         groups: list[list[int]] = []  # consecutive parameters to exchange together
         size = 0
@@ -295,9 +295,9 @@ class SharedMatrices:
 class _OwnedUnits(Units):
     """Matrices of the same kind that are owned by this rank.
 
-    `members` lists their (parameter index, matrix index) pairs. Momenta, weights and state entries
-    are read from `owned`; new state entries and UPDATE are written to it. UPDATE is the new weight
-    or, if the old weight was not sent, the change in the weight.
+    `members` lists the (parameter index, matrix index) pair of each matrix. Momenta, weights and
+    state entries are read from `owned`; new state entries and UPDATE are written to `owned`. UPDATE
+    is the new weight or, if the old weight was not sent, the change in the weight.
     """
 
     def __init__(
