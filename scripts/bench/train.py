@@ -10,10 +10,10 @@ without checkpoints or validation. `--synthetic` trains on random tokens instead
 
 Each `--variant` adds overrides to the config; quote several overrides as a single argument. The
 config and its variants take steps alternately. Column `x` is a variant's step time divided by the
-config's step time. Column `x by update` is the ratio of these step times after replacing the
-variant's data, forward and backward times with the config's times. With variants, phases on a CPU
-are measured in CPU time. The `data` phase reads tokens and verifies their hashes; `--variant
-data.verify=none` skips the verification.
+config's step time. For column `x by update`, the variant's data, forward and backward times are
+first replaced with the config's times. With variants, phases on a CPU are measured in CPU time. The
+`data` phase reads tokens and verifies their hashes; `--variant data.verify=none` skips the
+verification.
 
 MFU is model FLOPs per token times tokens per second per device, divided by the device's dense
 bfloat16 peak. Model FLOPs per token (models/families.py) are 6 for each parameter of an active

@@ -194,7 +194,7 @@ def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
     """Split text into documents that concatenate to the same text, byte for byte.
 
     Once a document has reached `document_bytes` bytes, it ends after the next run of blank lines.
-    Once it has reached 16 times `document_bytes`, it ends after the current line. If
+    Once a document has reached 16 times `document_bytes`, it ends after the current line. If
     `document_bytes` is 0, the text is a single document.
     """
     parts: list[bytes] = []
