@@ -33,7 +33,7 @@ def config_units(config: Config) -> list[Unit]:
 
 
 def config_assignments(config: Config) -> Assign:
-    """Return a function that maps each unit of the config's model to its assignment."""
+    """Return a function that maps each unit of the config's model to its `Assignment`."""
     return assignments(config.optimizer, config_units(config), config.pc, config.gram_penalty)
 
 
@@ -49,7 +49,7 @@ def assignments(
     pc: PCConfig | None = None,
     penalty: GramPenaltyConfig | None = None,
 ) -> Assign:
-    """Return a function that maps each of `units` to its assignment."""
+    """Return a function that maps each unit in `units` to its `Assignment`."""
     by_role: dict[tuple[str, int | None], Assignment] = {}
     for unit in units:
         if (unit.role, unit.layer) not in by_role:

@@ -67,7 +67,7 @@ def evaluate(
 
 
 def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
-    """Average over validation sets, weighted like the training sets of the same names.
+    """Average over validation sets, using the weights of the training sets with the same names.
 
     If any of these training sets is missing or has weight 0, the average is unweighted.
     """
@@ -297,7 +297,7 @@ def token_losses(
 ) -> LossFunction:
     """Return a function that computes the losses of a micro-batch's scored tokens from logits
     `[rows, length / context, vocabulary / tensor]`. Padding rows of the vocabulary get probability
-    0, because they are not tokens and are dropped on export."""
+    0, because these rows are not tokens and are dropped on export."""
     tensor, comm_volume = groups.tensor, model.comm_volume
 
     def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

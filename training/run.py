@@ -245,7 +245,8 @@ def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
 
 
 def check_start(config: Config, start: CheckpointInfo | None) -> None:
-    """Check that the config can continue from the checkpoint `start`, which is None for a new run.
+    """Check that a run with this config can continue from the checkpoint `start`. `start` is None
+    for a new run.
 
     Raises ResumeError if the config sets initial weights but the checkpoint's run started without
     initial weights. Raises InvalidConfigError if the batch size of a later stage of the batch ramp

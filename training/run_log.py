@@ -188,7 +188,7 @@ class RunLog:
         self.trackers.close()
 
     def conclude(self, outcome: Outcome, validation: Sequence[ValidationData], resume: str) -> None:
-        """Print the outcome of the run, and mark it as done if it reached its last step.
+        """Print the outcome of the run, and mark the run as done if it has reached its last step.
 
         `resume` is the option with which the run was started.
         """

@@ -91,7 +91,7 @@ class Trainer:
         self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
         self.progress = Progress()
         self.tokens_before = 0
-        """Number of target tokens in all steps before the current one."""
+        """Number of target tokens in all steps before the current step."""
         self.read_on()
         self.pace = Pace(config, groups, data)
         model.after_backward = self.pace.clock.end
@@ -198,8 +198,7 @@ class Trainer:
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
-        """Return the metrics of a logged step, without its timings. Synchronizes with the
-        device."""
+        """Return the metrics of a logged step, without timings. Synchronizes with the device."""
         factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
         groups = groups_of(self.config.model)
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}

@@ -9,9 +9,9 @@
         COMPLETE     hash of meta.json, written last
 
 A checkpoint is written to a temporary folder `.writing-...` in `checkpoints`. The folder is renamed
-to step_* once all of its files are on disk, so every step_* folder was complete when it got its
-name. Checkpoints are self-contained: they need no file outside their folder. Loading never depends
-on `latest`.
+to step_* once all of its files are on disk, so every step_* folder was complete when it was named.
+Checkpoints are self-contained: they need no file outside their folder. Loading never depends on
+`latest`.
 """
 
 import contextlib
@@ -219,8 +219,8 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError if two attempts to create a temporary file in the run's folder `checkpoints`
-    fail."""
+    """Raise InputError if two attempts fail to create a temporary file in the run's folder
+    `checkpoints`."""
     folder = Path(run_dir) / FOLDER
     for last in (False, True):
         try:
@@ -341,8 +341,8 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
-    """Move all checkpoints after `step` to a new folder and return the folder, or return None if
-    there are no such checkpoints.
+    """Move all checkpoints after `step` to a new folder. Return this folder, or None if there are
+    no such checkpoints.
 
     A run that was rewound to `step` must never resume from a later checkpoint, even after a crash.
     """

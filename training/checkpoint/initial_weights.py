@@ -29,7 +29,7 @@ from training.json_file import read_json
 
 TOKENIZER = "tokenizer.json"
 OFF_RADIUS = 0.05
-"""Relative deviation from the radius above which a norm cannot result from a sphere rule."""
+"""Maximum relative deviation of a norm from the radius under a sphere rule."""
 
 
 class InitialWeights:
@@ -90,9 +90,10 @@ def initial_weights(
     Collective.
 
     `file` is the data's tokenizer.json, and `tokenizer` is its sha256; both are None if unknown.
-    Rank 0 chooses the checkpoint for all ranks, because the source run might be saving a newer one.
-    Raises BrokenCheckpointError if the checkpoint cannot be read. Raises ResumeError if there is no
-    checkpoint, or if the checkpoint's model or tokenizer does not match that of the run.
+    Rank 0 chooses the checkpoint for all ranks, because the source run might be saving a newer
+    checkpoint. Raises BrokenCheckpointError if the checkpoint cannot be read. Raises ResumeError if
+    there is no checkpoint, or if the checkpoint's model or tokenizer does not match that of the
+    run.
     """
     if config.checkpoint.initialize_from is None:
         return None

@@ -37,24 +37,23 @@ OF_STATE: Final = {
     *("qkv_units", "split_gate_up", "momentum_dtype"),
     *("pc.blocks", "pc.learnable_gamma", "moe.expert_bias"),
 }
-"""Keys that, together with the update rules of groups and roles, determine the names and dtypes of
-all checkpoint tensors other than weights."""
+"""Keys that determine the names and dtypes of all checkpoint tensors other than weights. The update
+rules of groups and roles also determine these names and dtypes."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
 """Keys in section `train` that affect results. `steps` is not included, because `steps` is part of
 the kind `schedule`."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
-"""Keys in section `model` that only select an implementation, so that they affect nothing but
-rounding."""
+"""Keys in section `model` that only select an implementation and therefore only affect rounding."""
 ROUNDING: Final = (
     *(f"model.{key}" for key in sorted(BACKENDS)),
     *(f"train.{key}" for key in ("micro_batch", "loss_chunk", "fused_loss", "fused_backward")),
     "train.compile",
 )
-"""Keys in all sections that only select an implementation, so that they affect nothing but
-rounding."""
+"""Keys in all sections that only select an implementation and therefore only affect rounding."""
 
 Identity = dict[str, dict[str, Any]]
-"""Maps each kind (such as model or schedule) to a mapping from dotted keys to values."""
+"""Maps each kind of facts (such as `model` or `schedule`) to a mapping from dotted keys to
+values."""
 
 
 class Change(NamedTuple):
@@ -174,8 +173,8 @@ def model_facts(model: ModelConfig) -> dict[str, Any]:
 def differences(
     saved: Identity, now: Identity, allowed: Collection[str]
 ) -> dict[str, list[Change]]:
-    """For each kind in `now` that is not in `allowed`, return the changes since `saved`. Kinds
-    without changes are omitted."""
+    """For each kind in `now` that is not in `allowed`, return the changes from `saved` to `now`.
+    Kinds without changes are omitted."""
     found = {
         kind: list(changes(*comparable(saved.get(kind, {}), values)))
         for kind, values in now.items()
@@ -187,12 +186,13 @@ def differences(
 def announced(
     info: CheckpointInfo, config: Config, facts: Identity, machine: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Return a message for each accepted change since the checkpoint that affects metrics.
+    """Return messages about changes since the checkpoint. Only accepted changes that affect metrics
+    are reported.
 
-    A message is returned for each changed fact of an allowed kind, and for the resulting change of
-    the learning rate. Changes of validation sets, tasks and spike detection are also reported.
-    Changes of the layout, the micro-batch size, implementations, and the software and device in
-    `machine` are reported because they affect rounding or speed.
+    Changed facts of allowed kinds are reported, as is the resulting change of the learning rate.
+    Changes of validation sets, tasks and spike detection are also reported. Changes of the layout,
+    the micro-batch size, implementations, and the software and device in `machine` are reported
+    because they affect rounding or speed.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -256,8 +256,8 @@ def comparable(
 
 
 def refusal(checkpoint: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
-    """Return the error message for a run that cannot resume: one line for each kind that differs,
-    then the remedy.
+    """Return the error message for a run that cannot resume: one line for each kind of facts that
+    differs, then the remedy.
 
     `pc` is True if the run has PC layers.
     """
@@ -451,7 +451,7 @@ def check_content(info: CheckpointInfo) -> None:
 def tracker_id(start: CheckpointInfo | None, run_dir: str, run: str) -> str:
     """Return the id that trackers use for a run with the id `run`.
 
-    A copy of a run's folder gets another id, so that both can be tracked. A folder counts as a copy
+    A copied run folder gets another id, so that both runs can be tracked. A folder counts as a copy
     if the checkpoint was saved in a different folder that still exists.
     """
     if start is None:

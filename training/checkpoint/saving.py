@@ -129,8 +129,8 @@ class Saver:
         return self._folder
 
     def status(self) -> tuple[int, int]:
-        """Return two flags, each 0 or 1: whether the save has failed on this rank, and whether it
-        is still in progress on this rank."""
+        """Return two flags, each 0 or 1: whether the save has failed on this rank, and whether the
+        save is still in progress on this rank."""
         done = self._pending is None or self._written()
         return int(self._problem is not None), int(not done)
 
@@ -226,7 +226,7 @@ class Saver:
         return done
 
     def _retire(self) -> None:
-        """Remove old checkpoints, on rank 0. If this fails, it is tried again after the next
+        """Remove old checkpoints, on rank 0. If the removal fails, it is retried after the next
         save."""
         keep = self.config.checkpoint
         with self._retired:
@@ -273,7 +273,7 @@ class Saver:
     def abandon(self) -> None:
         """Cancel a save in progress and remove its files if possible.
 
-        If the checkpoint is already being sealed, it is completed instead.
+        If the checkpoint is already being sealed, the save is completed instead.
         """
         if self._pending is not None:
             self._pending.kill()

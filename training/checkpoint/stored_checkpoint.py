@@ -256,8 +256,8 @@ def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
 
 
 class CheckpointWeights:
-    """Reads whole parameters by name, assembling them from the units in a checkpoint saved on any
-    layout.
+    """Reads whole parameters by name. Each parameter is assembled from its units in the checkpoint,
+    which may have been saved on any layout.
 
     For PC layers, the parameter is PC(W), computed in float32 from the stored W, gamma, u and v.
     """

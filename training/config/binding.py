@@ -160,8 +160,8 @@ RULE_SECTION: Final = "optimizer.rules"
 
 
 def _of_package(path: str, rule: object) -> str:
-    """Return a hint that packages can provide rules, to be added to errors about an unknown rule or
-    its section. For other keys, return ""."""
+    """For an unknown rule or the section of an unknown rule, return a hint that packages can
+    provide rules. The hint is appended to the error. For other keys, return ""."""
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
     if not names_rule and not path.startswith(f"{RULE_SECTION}."):
         return ""

@@ -142,8 +142,8 @@ def pc_checks(config: Config) -> Iterator[Check]:
 
 
 def _owners(config: Config, reason: str) -> Check:
-    """Check that `optimizer.distributed.tensor_mode` is owner; `reason` names the setting that
-    requires it."""
+    """Check that `optimizer.distributed.tensor_mode` is `owner`; `reason` names the setting that
+    requires this value."""
     key = "optimizer.distributed.tensor_mode"
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 

@@ -77,7 +77,7 @@ class DataConfig(Section):
     the data manifest."""
     mock: bool = False
     """Train on random tokens, in documents of 1,024 tokens on average, instead of reading files.
-    The sets keep their names and weights; if none are configured, a set named `mock` is used."""
+    The sets keep their names and weights; if no sets are configured, a set named `mock` is used."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Number of data loading processes per rank; 0 = load samples in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
@@ -103,7 +103,8 @@ class DataConfig(Section):
     """Validation sets by name; the name appears in metrics, as in `val/<name>/loss`. `NAME: null`
     removes a set inherited from the base config."""
     made_by: str | None = None
-    """Command that creates the sets, and its cost; shown when a set's files are missing."""
+    """Command that creates the sets, and the cost of this command; shown when a set's files are
+    missing."""
 
     def checks(self) -> Iterator[Check]:
         """Check the tokenizer path, the sets' names and weights, and that every set is read."""
@@ -129,14 +130,14 @@ class ValidationConfig(Section):
     """Validation during training."""
 
     interval: Whole = 0
-    """Run validation every this many steps and after the last step; 0 = only after the last step.
-    """
+    """Number of steps between validations; validation also runs after the last step. 0 = only after
+    the last step."""
     samples: Count | None = None
     """Number of sequences to evaluate from each set; null = the whole set."""
     samples_interval: Whole = 0
-    """Generate text samples every this many steps; they are written to metrics.jsonl and shown in
-    report.html. A sample continues the first tokens of a validation set by greedy decoding. 0
-    disables samples."""
+    """Number of steps between text samples; 0 disables samples. A sample continues the first tokens
+    of a validation set by greedy decoding. Samples are written to metrics.jsonl and shown in
+    report.html."""
     samples_tokens: Count = 32
     """Number of tokens to generate per sample; each token costs a forward pass on one sequence per
     set."""
@@ -156,8 +157,8 @@ class TasksConfig(Section):
     scripts/prepare_task.py creates these files. `NAME: null` removes a task inherited from the base
     config."""
     interval: Whole = 0
-    """Evaluate the tasks every this many steps and after the last step; 0 = only after the last
-    step."""
+    """Number of steps between evaluations of the tasks; the tasks are also evaluated after the last
+    step. 0 = only after the last step."""
     examples: Count | None = None
     """Number of examples to score per task, taken from the start of the task's file; null = all
     examples."""

@@ -78,8 +78,8 @@ def _never(config: Config) -> Iterator[str]:
 
 
 def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]]:
-    """Yield (path of a section, some of its keys, whether these keys have no effect, reason)
-    tuples."""
+    """Yield (section, keys, unused, reason) tuples. `unused` is true if the keys of the section
+    have no effect."""
     kind, monitors, samples = config.schedule.kind, config.monitors, config.validation
     yield "schedule", ("cooldown_fraction",), kind != "wsd", f"with schedule.kind {kind}"
     yield "schedule", ("min_ratio",), kind == "constant", f"with schedule.kind {kind}"

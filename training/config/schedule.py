@@ -122,7 +122,7 @@ class TrainConfig(Section):
 
     @property
     def exits_early(self) -> bool:
-        """Whether the run ends before its schedule does."""
+        """Whether the run ends before its schedule ends."""
         return self.last < self.steps
 
     def equal_steps(
@@ -206,8 +206,8 @@ class ScheduleConfig(Section):
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:
-        """Return the length of wsd's final decay in steps, rounded to an integer. `total_steps`,
-        the length of the run, is the upper limit."""
+        """Return the length of wsd's final decay in steps, rounded to an integer and at most
+        `total_steps`. `total_steps` is the length of the run."""
         return min(round(self.cooldown_fraction * total_steps), total_steps)
 
     def decay_start(self, train: TrainConfig) -> int:

@@ -76,8 +76,8 @@ class CheckpointConfig(Section):
     """Checkpointing and resuming."""
 
     interval: Whole = 1000
-    """Save a checkpoint every this many steps, and when the run finishes or is stopped; 0 disables
-    checkpoints."""
+    """Number of steps between checkpoints; a checkpoint is also saved when the run finishes or is
+    stopped. 0 disables checkpoints."""
     keep_last: Count | None = 3
     """Number of most recent checkpoints to keep; null keeps all."""
     keep_every: Count | None = None
@@ -113,7 +113,7 @@ class WatchdogConfig(Section):
     """Dump every rank's stack trace to `stacks/` after this many seconds without progress; capped
     at half of `parallel.timeout_seconds`. null disables stack dumps."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
-    """Check every this many steps that weights change only in the optimizer step and that all
+    """Number of steps between checks that weights change only in the optimizer step and that all
     replicas are identical; the run ends on a mismatch. If enabled, every step reads all weights
     twice and waits for the new weights. 0 disables the checks."""
 
@@ -241,7 +241,7 @@ class LogConfig(Section):
     """Logging interval and trackers."""
 
     interval: Count = 10
-    """Log to the console and metrics.jsonl every this many steps."""
+    """Number of steps between log lines on the console and in metrics.jsonl."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Trackers to which metrics are also logged. A tracker failure never stops the run."""
     wandb: WandbConfig = WandbConfig()
@@ -267,8 +267,8 @@ class MonitorsConfig(Section):
     """Monitoring of weights, gradients, updates and activations, written to monitors.jsonl."""
 
     interval: Whole | None = None
-    """Run the monitors every this many steps; 0 disables them. null = 100 on CPU; on GPUs, the
-    smallest multiple of 100 for which the plan estimates an overhead of at most 1% of the run
+    """Number of steps between monitored steps; 0 disables the monitors. null = 100 on CPU; on GPUs,
+    the smallest multiple of 100 for which the plan estimates an overhead of at most 1% of the run
     time."""
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",

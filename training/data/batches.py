@@ -99,8 +99,8 @@ def training_loader(
     To resume, pass a sampler whose `consumed` is the number of samples used so far.
 
     Args:
-        workers: number of prefetching processes; 0 loads batches in this process. The number does
-            not affect the order of batches.
+        workers: number of prefetching processes; 0 loads batches in this process. The number of
+            processes does not affect the order of batches.
 
     Raises:
         ConfigError: shared memory is too small for the batches prefetched by `workers`.

@@ -111,8 +111,8 @@ def manifest_of(prefix: str | Path) -> Manifest | None:
 
 
 def check_tokenizer(manifest: Manifest) -> None:
-    """Raise DataError if the folder's tokenizer.json is not the tokenizer used for its token
-    sets."""
+    """Raise DataError if the folder's tokenizer.json is not the tokenizer used for the folder's
+    token sets."""
     path, stated = manifest.tokenizer_path, manifest.tokenizer.sha256
     if path.is_file() and (found := file_sha256(path)) != stated:
         raise DataError(

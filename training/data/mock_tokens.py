@@ -25,7 +25,8 @@ DOCUMENTS = 4
 
 
 class MockTokens(TokenSet):
-    """A stream of random tokens in which the k-th most frequent token has frequency about 1 / k.
+    """A stream of random tokens in which the frequency of the k-th most frequent token is roughly
+    proportional to 1 / k.
 
     The stream depends only on the set's name and the vocabulary size, and is the same on every
     machine.
@@ -52,7 +53,7 @@ class MockTokens(TokenSet):
         self._seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return `count` tokens of the stream, starting at `start`, `[count]`."""
+        """Return `count` tokens `[count]` of the stream, starting at token `start`."""
         first, last = start // BLOCK, (start + count - 1) // BLOCK
         generators = [np.random.default_rng((self._seed, i)) for i in range(first, last + 1)]
         uniform = np.concatenate([generator.random(BLOCK) for generator in generators])

@@ -2,10 +2,10 @@
 
 A phase is a range of consecutive samples drawn from the same mixture of sets. Sample k of a phase
 is a pure function of k, the seed, the weights, and the number of tokens read from each set before
-the phase. The weights determine which set the sample comes from, and a per-epoch permutation
-determines which window of that set. The order does not depend on the number of steps, the batch
-size or the number of ranks, so a run can stop, resume and change its layout at any sample. Changing
-the mixture always starts a new phase.
+the phase. The weights determine the set from which the sample is read, and a per-epoch permutation
+determines the window in this set. The order does not depend on the number of steps, the batch size
+or the number of ranks, so a run can stop, resume and change its layout at any sample. Changing the
+mixture always starts a new phase.
 
 Storing the permutation of a trillion-token set would take gigabytes on every rank, and numpy's
 permutations may change between versions. `Permutation` therefore computes elements on the fly: a
@@ -179,7 +179,8 @@ class SetUse:
 
 
 def repeats(epochs: Mapping[str, float]) -> str | None:
-    """Return a message listing the sets that are read more than once, or None."""
+    """Return a message listing the sets that are read more than once, or None if there are no such
+    sets."""
     often = [f"{name} {count:.2f} times" for name, count in epochs.items() if count > 1]
     return f"read more than once: {', '.join(often)}" if often else None
 

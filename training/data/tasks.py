@@ -185,8 +185,8 @@ def read_task(
 def _requests(
     example: Example, tokenizer: Tokenizer, end_token: int | None, where: str
 ) -> Iterator[Request]:
-    """Yield one request per choice, not yet truncated. Context and choice are separated as in
-    lm-eval's `loglikelihood`."""
+    """Yield one untruncated request per choice. Context and choice are separated as in lm-eval's
+    `loglikelihood`."""
     context = example.context.rstrip()
     spaces = example.context[len(context) :]
     texts = [spaces + DELIMITER + choice for choice in example.choices]

@@ -53,7 +53,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 def vocabulary_size(source: str | Path) -> int:
     """Return 1 + the largest token id in a tokenizer.json. `source` is the file or its folder.
 
-    Raises DataError as `read_tokenizer_json` does.
+    Raises the DataError of `read_tokenizer_json`.
     """
     content = read_tokenizer_json(tokenizer_file(source))
     vocab = content["model"].get("vocab") or {}

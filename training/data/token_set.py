@@ -23,7 +23,7 @@ _SCAN = 1 << 24  # number of tokens read at a time when scanning a whole set
 
 Verify = Literal["none", "sample", "full"]
 WHOLE = 1 << 28
-"""Size in bytes up to which a set without block hashes is read in full at startup."""
+"""Maximum size, in bytes, of a set without block hashes that is read in full at startup."""
 SPREAD = 64
 """Number of blocks verified at startup with `verify="sample"`."""
 
@@ -179,7 +179,7 @@ class TokenSet:
         return view
 
     def _bytes(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Return `count` bytes of the file starting at `offset`, `[count]`."""
+        """Return `count` bytes `[count]` of the file, starting at `offset`."""
         view: NDArray[np.uint8] = self._dataset.bin_reader.read(np.uint8, count, offset)
         return view
 

@@ -148,7 +148,7 @@ class Clock:
 
 
 RATIO: Final = 1.2
-"""A rank is slow if its local time is more than this factor times the median of its pipeline
+"""A rank is slow if its local time exceeds this factor times the median local time of its pipeline
 stage."""
 
 STEPS: Final = 50

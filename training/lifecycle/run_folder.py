@@ -1,4 +1,5 @@
-"""The run folder, used by one run at a time, and the files that control and describe a run.
+"""The run folder, and the files in it that control and describe a run. Only one run at a time uses
+a run folder.
 
 lock     locked by the run using the folder; contains its host and process id
 STOP     created by a user or script to stop the run; the run then saves and removes the file

@@ -191,7 +191,8 @@ def kernel_of(config: Config, groups: Groups) -> str:
 
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
-    """Return a note on the cost of `train.precision` if the device has to emulate it, else None."""
+    """Return a note on the cost of `train.precision` if the device has to emulate this precision,
+    else None."""
     if precision != "bf16" or device.type != "cpu" or torch.bfloat16 not in SLOW_ON_CPU:
         return None
     return (

@@ -3,7 +3,7 @@
 Metrics are computed in float64 from float32 values, so they do not depend on which rank computes
 them. `Moments` are computed in blocks of a few million entries, so that metrics of a large
 embedding take little memory. The singular values of weights come from a decomposition, because all
-of them are needed. Stable and nuclear ranks require only matmuls and are accurate to three
+singular values are needed. Stable and nuclear ranks require only matmuls and are accurate to three
 significant digits.
 """
 
@@ -23,7 +23,7 @@ from spectral.batching import grouped
 from spectral.device_values import is_known
 
 ROOT_SHIFT = 1e-10
-"""Fraction of a Gram matrix's trace that is added to its diagonal, to keep the matrix positive
+"""Fraction of a Gram matrix's trace that is added to the diagonal to keep the matrix positive
 definite despite rounding."""
 QUANTILES = 11
 """Number of singular value quantiles: 0, 10, ..., 100%."""
@@ -32,8 +32,8 @@ ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 """Roles whose matrices multiply the normalised residual stream before attention."""
 
 PC_ROLES = (*BLOCKS, "gate_up")
-"""Roles of the matrices over which figures 5 and 14 of the PC paper average, for models with and
-without PC layers."""
+"""Roles of the matrices that are averaged in figures 5 and 14 of the PC paper. The figures show
+models with and without PC layers."""
 
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
 """Metrics for which the maximum over units is reported."""
@@ -45,8 +45,8 @@ Record = dict[str, Any]
 
 
 BLOCK: Final = 2**22
-"""Number of entries of a stack to convert to float64 at a time, but at least one row or column of
-each matrix."""
+"""Maximum number of entries of a stack that are converted to float64 at a time. At least one row or
+column of each matrix is converted."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def noise_figures(products: Tensor, what: str) -> Figures:
 
 
 def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the float64 updates of consecutive steps, without weight decay, in blocks. Each yielded
-    list contains the same block of the update of every step.
+    """Yield the float64 updates of consecutive steps, excluding weight decay, block by block. Each
+    list contains one tensor per step: the same block of that step's update.
 
     weights  `[units, rows, cols]` before, between and after the steps
     kept     `[units, 1, 1]` per step, the factor 1 - lr * weight_decay
@@ -208,7 +208,7 @@ def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[
 
 def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
     """Compute the inner products of the steps' updates, float64 `[units, steps, steps]`. For the
-    arguments see `updates`."""
+    arguments, see `updates`."""
     units, steps = len(weights[0]), len(kept)
     products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
     for each in updates(weights, kept):
@@ -218,7 +218,7 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Compute metrics `[units]` of the last update. For the arguments see `updates`.
+    """Compute metrics `[units]` of the last update. For the arguments, see `updates`.
 
     If there is more than one update, the metrics include the alignment of the last two updates.
     """
@@ -234,7 +234,7 @@ def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures
 
 
 def update_spectrum(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Compute the singular value quantiles of the last update. For the arguments see `updates`."""
+    """Compute the singular value quantiles of the last update. For the arguments, see `updates`."""
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     return {"update_quantiles": quantiles(sums.singular_values())}
 
@@ -284,8 +284,8 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
 
 def pair(units: dict[str, Record]) -> None:
-    """Add to the records the metrics that combine several units, or measurements from several
-    ranks.
+    """Compute the metrics that combine several units or measurements from several ranks, and add
+    them to the records.
 
     The criterion compares the gradient of each weight with the input of the weight. The attention
     output projection is compared with the input of q, k and v, as in table 2 of "When do spectral
@@ -354,8 +354,8 @@ def global_figures(records: Iterable[Record], roles: Collection[str]) -> dict[st
 
 
 def condition_number(record: Record) -> float:
-    """Return the condition number of the whole matrix that a unit belongs to, or NaN if it was not
-    computed."""
+    """Return the condition number of the whole matrix that a unit belongs to, or NaN if the
+    condition number was not computed."""
     names = (
         f"{prefix}{of}condition_number" for prefix in ("effective_", "") for of in ("matrix_", "")
     )

@@ -103,7 +103,8 @@ class SpectralMetrics:
         self.preconditioned = preconditioned
 
     def record(self, active: Tensor) -> None:
-        """Count the step's events on the device. `active` is False if the step was skipped."""
+        """Count the unconverged solves and refused updates of the step, on the device. `active` is
+        False if the step was skipped."""
         for stack in self.optimizer.stacks:
             if "converged" in stack.report:
                 self._missed += (1 - stack.report["converged"].float()).sum() * active

@@ -69,8 +69,8 @@ class UpdateHistory:
             self.moments[-1].factor = factor * active
 
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
-        """Yield the updates of the matrices that this rank inspects and of the PC layers that it
-        owns.
+        """Yield the updates of the matrices that this rank inspects and of the PC layers that this
+        rank owns.
 
         Collective over the ranks of the stage. When the next result is requested, the weights in
         the previous result are freed.

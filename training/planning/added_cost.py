@@ -62,7 +62,7 @@ class MonitorCost:
         return {"interval": self.interval, "seconds": self.seconds, "share": self.share}
 
     def up_to(self, last: int) -> str:
-        """Describe the cost, for a run that ends after step `last`."""
+        """Describe the cost for a run that ends after step `last`."""
         if self.interval > last:
             return (
                 f"no step is monitored: the first would be {self.interval:,}, and the run ends "

@@ -263,8 +263,8 @@ def overlay(
     """Return the text of a config named `name` that extends the file `base` with the layout of
     `best`.
 
-    The config includes the `overrides` given on the command line, so that it describes the same
-    run.
+    The config includes the `overrides` given on the command line, so that the config describes the
+    same run.
 
     device     value for `plan.device`: a device name or the path of a YAML file
     """

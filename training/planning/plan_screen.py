@@ -21,14 +21,15 @@ from training.report.console import layout
 from training.report.text import table
 
 SHOWN_STAGES: Final = 8
-"""Up to this number of pipeline stages, each stage has a column. With more stages, only the first,
-the heaviest and the last stage have columns."""
+"""With at most this number of pipeline stages, each stage has a column. With more stages, only the
+first, the heaviest and the last stage have columns."""
 SMALL: Final = 0.005
 """Kinds of traffic that make up less than this fraction of the bytes sent by a rank are merged into
 one row."""
 
 UNEVEN: Final = 0.01
-"""The plan reports the wait for the busiest rank if it exceeds this fraction of the step time."""
+"""The plan reports the wait for the busiest rank if the wait exceeds this fraction of the step
+time."""
 UNCOUNTED: Final = "FLOPs of rule {}, which has no `cost`; a rehearsal (--rehearse) counts them"
 """Note on work that the modelled times do not include."""
 
@@ -248,7 +249,7 @@ def unit_table(routes: Sequence[Route]) -> str:
 
 def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
     """Return the table cells for the units of one role: the role and its layers, the number of
-    units, their shapes, and their number of elements."""
+    units, their shapes, and the total number of elements."""
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)

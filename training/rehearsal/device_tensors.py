@@ -80,8 +80,8 @@ class DeviceTensors(FakeTensorMode):
         self.trace = trace
         self.pinned = PinnedMemory()
         self.integers = WeakTensorKeyDictionary()
-        """Values of integer tensors that were copied to the device. FLOPs depend on some of them,
-        such as document lengths."""
+        """Values of integer tensors that were copied to the device. FLOPs depend on some of these
+        tensors, such as document lengths."""
         self._inside = False
         # Skip device initialisation.
         put(fake_tensor, "init_gpu_context", lambda device: None)

@@ -29,7 +29,7 @@ from training.rehearsal.trace import Launch, Trace, size_of
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
 LOWER_RIGHT = 2
-"""Constant with which the kernels denote a causal mask aligned to the last query and key."""
+"""Argument of the kernels for a causal mask aligned to the last query and key."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
 def install_experts(trace: Trace) -> None:
     """Until this process exits, make MoE layers route the same number of rows to every expert.
 
-    In a real run, these numbers depend on the weights.
+    In a real run, the numbers of rows depend on the weights.
     """
 
     def counts_on_host(dispatcher: SortedDispatcher, *counts: Tensor) -> list[Counts]:

@@ -105,7 +105,7 @@ def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
 def _of_group(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Describe the first collective of a group that is not the same on all ranks of the group."""
+    """Describe a group's first collective that differs between the ranks of the group."""
     first = members[0]
     sequences = {
         rank: [c for c in calls[rank] if c.channel == channel and c.peer is None]
@@ -129,8 +129,8 @@ def _of_group(
 
 
 def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
-    """Describe the first pair of ranks in an all-to-all for which the size sent differs from the
-    size expected."""
+    """Describe the first pair of ranks in an all-to-all for which the sizes sent and expected
+    differ."""
     if next(iter(calls.values())).kind != "all_to_all":
         return None
     for (source, sent), (target, received) in product(calls.items(), repeat=2):
@@ -147,7 +147,7 @@ def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
 def _of_pairs(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Describe, for each pair of ranks, the first batch whose sends and receives do not match."""
+    """For each pair of ranks, describe the first batch whose sends and receives do not match."""
     nothing: list[Call] = []
     for one, other in combinations(members, 2):
         sides = _batches(calls[one], channel, other), _batches(calls[other], channel, one)

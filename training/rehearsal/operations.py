@@ -51,7 +51,7 @@ CAUSAL: Final = (
     torch.ops.aten._scaled_dot_product_efficient_attention_backward,
     *HEADS_INSIDE,
 )
-"""Operations of fused attention. Spectrain always uses them with a causal mask."""
+"""Operations of fused attention. Spectrain always uses these operations with a causal mask."""
 
 PRODUCTS: Final = (
     torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm,
@@ -65,7 +65,7 @@ OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero
 """Names of in-place operations that do not read the memory that they write to."""
 
 LIST_TENSORS: Final = 110, 64, 48, 36, 30
-"""Maximum number of tensors of a list per launch of an operation on 1, 2, ... lists of tensors, as
+"""Maximum number of tensors per list and launch, for operations on 1, 2, ... lists of tensors, as
 in PyTorch's multi_tensor_apply."""
 LIST_CHUNK: Final = 65536
 """Number of elements per block of an operation on lists of tensors."""

@@ -1,7 +1,8 @@
 """Process groups of any size, without peers. Collectives are recorded and complete immediately.
 
-Ranks exchange plain values when a run starts and when it is saved. A rehearsed rank receives copies
-of its own values. `install` replaces functions that would fail if all ranks had the same values.
+Ranks exchange plain values when a run starts and when a checkpoint is saved. A rehearsed rank
+receives copies of its own values. `install` replaces functions that would fail if all ranks had the
+same values.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +54,8 @@ class RehearsedGroup(ProcessGroup):
     """A process group of any size in which only this rank exists.
 
     Collectives of NCCL groups require device tensors. Asynchronous collectives run on the group's
-    stream, all others on the current stream. Collectives of gloo groups require host tensors, and
-    their results are computed as if all ranks had the same values.
+    stream; all other collectives run on the current stream. Collectives of gloo groups require host
+    tensors, and their results are computed as if all ranks had the same values.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], trace: Trace, name: str) -> None:

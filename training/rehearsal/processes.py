@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imports torch, which must be imported after the device is c
     from training.rehearsal.rank import Job, RankReport
 
 DEVICE: Final = "training.rehearsal.process_device"
-"""Module that prepares a rehearsal process on import."""
+"""Module that prepares a rehearsal process when it is imported."""
 
 
 class RehearsalError(RuntimeError):

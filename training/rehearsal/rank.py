@@ -41,7 +41,7 @@ micro-batches are assumed to be the same."""
 
 @dataclass(frozen=True)
 class Scenario:
-    """A config modified for a rehearsal, whose last step is monitored, validated and saved.
+    """A config modified for a rehearsal. The last step is monitored, validated and saved.
 
     microbatches   number of micro-batches per step and rank in the real run
     rehearsed      number of rehearsed micro-batches per step and rank

@@ -24,7 +24,7 @@ from training.report.text import table
 
 SHOWN: Final = 8
 BACKWARD: Final = 0.66
-"""Fraction of a micro-batch's compute time that the backward pass takes."""
+"""Fraction of a micro-batch's compute time that is spent in the backward pass."""
 
 
 @dataclass

@@ -243,8 +243,8 @@ class Recording:
 
 
 class Trace:
-    """Records one rank's counts and collectives, and the streams, vector clocks and memory of its
-    device."""
+    """Records one rank's counts and collectives, and the streams, vector clocks and memory of the
+    rank's device."""
 
     def __init__(self, device: Device, rank: int = 0) -> None:
         self.device = device

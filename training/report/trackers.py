@@ -143,8 +143,8 @@ class Trackers:
 
     @contextlib.contextmanager
     def _kept(self, name: str) -> Iterator[None]:
-        """Context manager that drops the tracker after any error, whether from its service, the
-        disk or its package."""
+        """Context manager that drops the tracker after any error of its service, its package or the
+        disk."""
         try:
             yield
         except Exception as error:
