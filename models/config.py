@@ -126,7 +126,7 @@ class MoEConfig(Section):
         yield "top_k", few, rule
         yield "top_k", self.top_k < used, f"must be at least top_groups = {used}"
         lonely = self.shared_gate and self.shared_experts < 1
-        yield "shared_gate", lonely, "must be false without shared_experts"
+        yield "shared_gate", lonely, "must be false if shared_experts is 0"
         biased = self.expert_bias and self.score != "sigmoid"
         yield "expert_bias", biased, f"must be false with score {self.score}"
 

@@ -222,7 +222,7 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
         claims.setdefault(unit.parameter, []).append(unit)
     for name, parameter in parameters.items():
         if name not in claims:
-            raise ValueError(f"parameter {name} must belong to at least one unit")
+            raise ValueError(f"parameter {name} must belong to at least one unit, got none")
         # Count in host memory, one byte per element: GPU memory is scarce, and counting on the GPU
         # would force a host sync.
         count = torch.zeros(parameter.shape, dtype=torch.uint8)
@@ -231,6 +231,6 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
         missing, repeated = int((count == 0).sum()), int((count > 1).sum())
         if missing or repeated:
             raise ValueError(
-                f"units must cover parameter {name} exactly once, got {missing} elements "
-                f"without a unit and {repeated} with several"
+                f"every element of parameter {name} must be in exactly one unit, got {missing} "
+                f"elements in no unit and {repeated} elements in several units"
             )

@@ -114,8 +114,8 @@ class CapturedStep:
             waits = rule_of(group).waiting_field
             if waits is not None:
                 raise ValueError(
-                    f"{waits} of group {i} must not be True in a captured step: it causes a host "
-                    "sync"
+                    f"{waits} of group {i} must be False in a captured step, because True causes a "
+                    "host sync"
                 )
         self.optimizer = optimizer
         self._captured = CapturedCall(lambda: optimizer.step(), device)
@@ -128,7 +128,7 @@ class CapturedStep:
             for name in self._first | now:
                 if now.get(name) != self._first.get(name):
                     raise RuntimeError(
-                        f"{name} must not move or change after the first captured step; clear "
+                        f"{name} must not be replaced after the first captured step; clear "
                         "gradients with zero_grad(set_to_none=False), or call release() to "
                         "recapture"
                     )

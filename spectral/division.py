@@ -62,15 +62,16 @@ class Division:
             raise TypeError(f"units must be a mapping such as {{'rows': [64]}}, got {value!r}")
         if unknown := value.keys() - cls.__dataclass_fields__.keys():
             keys = ", ".join(cls.__dataclass_fields__)
-            raise ValueError(f"units has no key {', '.join(sorted(unknown))}; its keys are {keys}")
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"keys of units must be among {keys}, got {names}")
         rows = value.get("rows", ())
         if not isinstance(rows, Sequence) or not all(map(_is_count, rows)):
-            raise ValueError(f"rows of units must be a list of positive integers, got {rows!r}")
+            raise ValueError(f"units['rows'] must be a list of positive integers, got {rows!r}")
         for key, given in value.items():
             flag = key in ("transposed", "stacked")
             if key != "rows" and not (isinstance(given, bool) if flag else _is_count(given)):
                 wanted = "True or False" if flag else "a positive integer"
-                raise ValueError(f"{key} of units must be {wanted}, got {given!r}")
+                raise ValueError(f"units[{key!r}] must be {wanted}, got {given!r}")
         counts = {key: int(value[key]) for key in ("stride", "groups") if key in value}
         return cls(**{**value, **counts, "rows": tuple(map(int, rows))})
 
@@ -89,13 +90,13 @@ class Division:
         first = int(self.stacked)
         if len(shape) < first + 2:
             raise ValueError(
-                f"these units require a parameter with at least {first + 2} dimensions, got shape "
-                f"{shape}"
+                f"a parameter with these units must have at least {first + 2} dimensions, got "
+                f"shape {shape}"
             )
         if shape[first] % self.groups:
             raise ValueError(
-                f"groups of units must divide axis {first} of a parameter of shape {shape}, got "
-                f"{self.groups}"
+                f"units['groups'] must divide the size of axis {first} of a parameter of shape "
+                f"{shape}, got {self.groups}"
             )
         size = shape[first] // self.groups
         axes = [[range(n)] for n in shape]
@@ -115,10 +116,10 @@ class Division:
         """Return the output range of each matrix."""
         pattern = self.rows or (len(outputs) // self.stride,)
         if not all(pattern) or len(outputs) % (sum(pattern) * self.stride):
-            stride = f" at a stride of {self.stride}" if self.stride > 1 else ""
+            stride = f" with stride {self.stride}" if self.stride > 1 else ""
             raise ValueError(
-                f"rows of units must divide the {len(outputs)} outputs of a parameter of shape "
-                f"{shape}, got {pattern}{stride}"
+                f"the sum of units['rows'] must divide the {len(outputs)} outputs of a parameter "
+                f"of shape {shape}, got {pattern}{stride}"
             )
         repeats = len(outputs) // self.stride // sum(pattern)
         bounds = [*pairwise(accumulate(pattern * repeats, initial=0))]

@@ -47,7 +47,8 @@ def wide_matrices(w: Tensor) -> Tensor:
     """
     if w.ndim < 2 or not w.is_floating_point():
         raise ValueError(
-            f"w must be floating point [..., rows, cols], got {w.dtype} {list(w.shape)}"
+            "w must be a floating-point tensor of shape [..., rows, cols], got "
+            f"{w.dtype} {list(w.shape)}"
         )
     return w.to(torch.promote_types(w.dtype, torch.float32))
 

@@ -130,11 +130,13 @@ class KnownWeights:
             except Unclear as error:
                 unclear[weight.name] = str(error)
         if unclear:
-            shown = listed(unclear)
+            shown, first = listed(unclear), next(iter(unclear))
             raise ValueError(
-                f"{shown}\npass split_parameters example=(arguments of a forward pass), "
-                f"units={{{next(iter(unclear))!r}: {{'rows': [n]}}}} with the row "
-                "count of each matrix ({} for a single matrix), or elementwise=[...] for AdamW"
+                f"{shown}\npass split_parameters one of these arguments:\n"
+                "example=(...): the arguments of a forward pass\n"
+                f"units={{{first!r}: {{'rows': [n]}}}}: the row count of each matrix\n"
+                f"units={{{first!r}: {{}}}}: the weight is a single matrix\n"
+                "elementwise=[...]: weights or modules to update with AdamW"
             )
         return answers
 
@@ -162,7 +164,7 @@ class KnownWeights:
             sizes = {x.inputs for x in self.layers.within(headed)} or {0}
             if sizes & {0, outputs} and all(inner is not headed for _, inner in weight.path):
                 why = f"{kind_of(headed)} may divide its inputs into heads"
-                raise Unclear(f" looks like several matrices in one: {why}")
+                raise Unclear(f" looks like several matrices fused into one: {why}")
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
@@ -177,7 +179,7 @@ class KnownWeights:
             if module.groups > 1:
                 outputs = module.out_channels // module.groups
                 if outputs > 1 and projection_of(weight.own_name):
-                    raise Unclear(": its groups may contain several heads")
+                    raise Unclear(" may contain several heads in each group of the convolution")
                 division = Division(rows=(outputs,))
                 if transposed:
                     division = Division(transposed=True, groups=module.groups)
@@ -212,7 +214,7 @@ class KnownWeights:
             if size is not None:
                 kind = kind_of(around)
                 problem = (
-                    f": heads of {kind} do not divide the weight's {outputs} outputs, or are "
+                    f": the heads of {kind} do not divide the weight's {outputs} outputs, or are "
                     "concatenated"
                 )
             elif part or is_fused(name):
@@ -220,7 +222,7 @@ class KnownWeights:
             elif not ATTENTION.search(name) and _is_attention(around):
                 problem = ": its attention module also projects heads"
         if problem:
-            raise Unclear(f" looks like several matrices in one{problem}")
+            raise Unclear(f" looks like several matrices fused into one{problem}")
         multiplies = not linear and not PRODUCTS.isdisjoint(words := self.words.of(module))
         if not weight.is_layer or (multiplies and "linear" not in words):
             raise Unclear(" is not a linear layer's weight, so its outputs may be rows or columns")
@@ -262,7 +264,7 @@ class KnownWeights:
         if not inside and (found := self._outside(weight, layer)) is not None:
             return found
         if why := self._contained(weight, layer):
-            raise Unclear(f" looks like several matrices in one: {why}")
+            raise Unclear(f" looks like several matrices fused into one: {why}")
         for _, scope in scopes:
             later = self.layers.after(inner, scope)
             if any(x.inputs == outputs for x in self.layers.before(inner, scope) + later):
@@ -272,7 +274,7 @@ class KnownWeights:
         if scopes and outputs == _first(scopes[0][1], f"{HEAD_COUNTS} num_v_heads"):
             return False, "one output per head of attention"
         why = f"no layer uses its {outputs} outputs"
-        raise Unclear(f" looks like several matrices, or an output head: {why}")
+        raise Unclear(f" looks like an output head or several matrices fused into one: {why}")
 
     def _outside(self, weight: Weight, layer: Layer) -> tuple[bool, str] | None:
         """Return whether a layer outside repeated blocks is an output layer, and the evidence.
@@ -462,7 +464,7 @@ class KnownWeights:
         transposed: Any = getattr(module, "is_transposed", None)
         fused = is_fused(weight.own_name)
         if not (named and isinstance(transposed, bool) and len(shape) == 3):
-            raise Unclear(f" has shape {shape}, whose matrix axes are unknown")
+            raise Unclear(f" has shape {shape}, and its two matrix axes are unknown")
         rows = shape[1 + transposed]
         if fused and rows % 2:
             raise Unclear(f" must have an even number of rows, got {rows}")

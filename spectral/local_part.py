@@ -51,7 +51,8 @@ def gradients_of(
             )
         if sharded and is_dtensor(grad) != is_dtensor(parameter):
             raise ValueError(
-                "gradients must be DTensors for DTensor parameters, and plain tensors for others"
+                "the gradient of a DTensor must be a DTensor, and the gradient of a plain tensor "
+                "must be a plain tensor"
             )
         grads.append(local_of(grad) if sharded else grad)
     return grads

@@ -164,7 +164,9 @@ def noise_of(products: Tensor) -> Noise:
     """
     count = products.shape[-1]
     if count < 2:
-        raise ValueError(f"products must be [..., M, M] with M >= 2, got {list(products.shape)}")
+        raise ValueError(
+            f"products must have shape [..., M, M] with M >= 2, got {list(products.shape)}"
+        )
     row, total = products.mean(-1), products.mean((-2, -1))  # <g_i, m> and |m|^2
     centred = products - row[..., :, None] - row[..., None, :] + total[..., None, None]
     centred = centred / (count - 1)

@@ -56,7 +56,7 @@ def stages(level: Level) -> tuple[Stage, ...]:
         raise ValueError("level must contain at least one coefficient, got none")
     values = tuple(float(c) for c in level)
     if not all(map(math.isfinite, values)):
-        raise ValueError(f"level must contain finite coefficients, got {values}")
+        raise ValueError(f"the coefficients in level must be finite, got {values}")
     return (values,)
 
 

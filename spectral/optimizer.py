@@ -130,7 +130,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
-            raise TypeError("params must be parameters or split_parameters(model), got the model")
+            raise TypeError("params must be parameters or split_parameters(model), got a model")
         if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
             raise TypeError(
                 "params must be parameters, a list of groups or split_parameters(model), got "
@@ -305,8 +305,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter not in self._names:
                     raise ValueError(
-                        "every parameter in a group with param_names must have a name, but one "
-                        f"of shape {tuple(parameter.shape)} has none; use add_param_group"
+                        "every parameter in a group with param_names must have a name, got an "
+                        f"unnamed parameter of shape {tuple(parameter.shape)}; use add_param_group"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 
@@ -340,12 +340,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
             return
         if named:
             raise ValueError(
-                "a group must not name its parameters if other groups do not; create the optimizer "
-                "with split_parameters(model)"
+                "a group must not contain parameter names, because the other groups contain none; "
+                "create the optimizer with split_parameters(model)"
             )
         raise ValueError(
-            "a group must name its parameters if other groups do: call optimizer.add_param_group "
-            "for each group of split_parameters(module)"
+            "a group must contain parameter names, because the other groups contain them; call "
+            "optimizer.add_param_group for each group of split_parameters(module)"
         )
 
     def _initialise(self, group: dict[str, Any]) -> None:
@@ -403,9 +403,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             old = self._kinds.get(parameter, kind)
             if kind != old and self.state.get(parameter):
                 raise ValueError(
-                    f"a parameter with state must keep its rule {old[0]!r} and units "
-                    f"{old[1].settings()}, got {kind[0]!r} and {kind[1].settings()}; create a "
-                    "new optimizer or group for the parameter"
+                    "the rule and units of a parameter with optimizer state must not change from "
+                    f"{old[0]!r} and {old[1].settings()} to {kind[0]!r} and {kind[1].settings()}; "
+                    "create a new optimizer or group for the parameter"
                 )
         check_entries(self.param_groups, self.state)
         for group in self.param_groups:
@@ -707,8 +707,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         differing = [*compress(parameters, self._ranks.differ(norms))]
         if differing:
             raise ValueError(
-                f"the gradient of {self._named(differing)} differs between the ranks in replicas; "
-                "average gradients over these ranks before the step, as DDP does"
+                f"the gradient of {self._named(differing)} differs between the ranks of "
+                "`replicas`; average gradients over these ranks before the step, as DDP does"
             )
 
     def _named(self, parameters: Iterable[Tensor]) -> str:
@@ -755,7 +755,7 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
                     raise ValueError(
                         f"{name or 'a parameter'} of shape {tuple(parameter.shape)} may be a "
                         "stack of matrices or a single convolution: use split_parameters, or set "
-                        "the group's units to {'stacked': True} or {}, respectively"
+                        "the group's units to {'stacked': True} for a stack or {} for a convolution"
                     )
 
 
@@ -769,9 +769,9 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
             rule.init_state(torch.empty(1, *shape, device="meta"))
         except ValueError:
             raise ValueError(
-                f"{type(rule).__name__} requires parameters with at least 2 dimensions, got shape "
-                f"{shape}{' of ' + name if name else ''}; put the parameter in a group with an "
-                "elementwise rule, as split_parameters(model) does"
+                f"{name or 'a parameter'} of rule {type(rule).__name__} must have at least 2 "
+                f"dimensions, got shape {shape}; put the parameter in a group with an elementwise "
+                "rule, as split_parameters(model) does"
             ) from None
     division.boxes(parameter.shape)
 

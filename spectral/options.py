@@ -58,7 +58,7 @@ HINTS: Final[Mapping[str, str]] = {
     "ns_coefficients": "schedule='simple' uses torch's coefficients; other schedules are better",
     "betas": OF_ADAMW,
     "beta1": f"pass momentum; {OF_ADAMW}",
-    "eps": f"no epsilon is needed: a zero matrix has a zero update; {OF_ADAMW}",
+    "eps": f"no epsilon is needed, because the update of a zero matrix is zero; {OF_ADAMW}",
     "learning_rate": "pass lr",
     "wd": "pass weight_decay",
     "wdecay": "pass weight_decay",
@@ -128,7 +128,9 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
     for name in sorted({*WHOLE} & options.keys()):
         raise TypeError(f"{name!r} is not a group option; pass it to the optimizer")
     for name in sorted(CHOICES & unknown):
-        raise TypeError(f"{name!r} does not select a rule here; set rule='adamw' or another rule")
+        raise TypeError(
+            f"{name!r} is not supported; to select a rule, set rule='adamw' or another rule"
+        )
     for name in sorted(FIXED.keys() & unknown):
         values, reason = FIXED[name]
         if not any(options[name] is value for value in values):

@@ -195,8 +195,9 @@ def split_parameters(
         )
     if not groups:
         raise ValueError(
-            f"{type(module).__name__} has no parameter for the optimizer's rule: all are frozen, "
-            "elementwise, heads, tables, gains or biases; use AdamW(model.parameters())"
+            f"{type(module).__name__} has no parameter for the optimizer's rule: every parameter "
+            "is frozen, elementwise, an output head, a lookup table, a gain or a bias; use "
+            "AdamW(model.parameters())"
         )
     chosen: list[dict[str, Any]] = [
         {"params": params, "units": division.settings()} for division, params in groups.items()
@@ -217,25 +218,27 @@ def check_name(name: str) -> None:
     if EMBEDDINGS.search(last) or HEADS.search(last):
         raise ValueError(
             f"{name} is an embedding or an output head, which a spectral rule must not update; "
-            "put it in a group with rule 'adamw' as split_parameters does"
+            "put it in a group with rule 'adamw', as split_parameters does"
         )
     if is_fused(last):
         raise ValueError(
             f"{name} looks like several matrices fused into one; use split_parameters, or set the "
-            "group's units to {'rows': [n, ...]}, the row count of each matrix"
+            "group's units to {'rows': [n, ...]} with the row count of each matrix"
         )
 
 
 def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
     """Return the divisions in `units`. Errors for invalid divisions name the pattern."""
     if not isinstance(units, Mapping):
-        raise TypeError(f"units must be a mapping of patterns to divisions, got {units!r:.80}")
+        raise TypeError(
+            f"units must be a mapping from name patterns to divisions, got {units!r:.80}"
+        )
     divisions = {}
     for pattern, value in units.items():
         try:
             divisions[pattern] = Division.of(value)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"units of {pattern!r:.80}: {error}") from None
+            raise type(error)(f"pattern {pattern!r:.80}: {error}") from None
     return divisions
 
 
@@ -248,11 +251,12 @@ def _apart(
         elementwise = [elementwise]
     for each in elementwise:
         if not isinstance(each, (nn.Module, nn.Parameter)):
-            raise TypeError(f"elementwise must be modules or parameters, got {each!r}")
+            raise TypeError(f"elementwise must contain modules or parameters, got {each!r}")
         ids = {id(p) for p in ([each] if isinstance(each, nn.Parameter) else each.parameters())}
         if ids and own.isdisjoint(ids):
             raise ValueError(
-                f"elementwise must contain parts of this model, got {each!r} from another model"
+                "elementwise must contain modules or parameters of this model, got "
+                f"{each!r} from another model"
             )
         apart |= ids
     return apart
@@ -272,8 +276,8 @@ def _refuse_unfit(weight: Weight) -> None:
     flat = weight.own == "weight" and layer and len(shape) < 2
     if shape == (0,) or flat or weight.own.endswith("_flat_param"):
         raise ValueError(
-            f"{weight.name} has shape {shape} and holds no matrix: it was flattened or emptied by "
-            "DeepSpeed ZeRO-3 or FSDP1; use fully_shard (FSDP2) or DDP"
+            f"{weight.name} has shape {shape}, because DeepSpeed ZeRO-3 or FSDP1 flattened or "
+            "emptied the parameter; use fully_shard (FSDP2) or DDP"
         )
 
 

@@ -180,8 +180,8 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
         values = [group[name] for name in names]
     except KeyError as error:
         raise ValueError(
-            f"a group with rule {group['rule']!r} must have {error.args[0]}; add groups with "
-            "add_param_group"
+            f"a group with rule {group['rule']!r} must contain the key {error.args[0]}; add groups "
+            "with add_param_group"
         ) from None
     with suppress(TypeError):  # an unhashable value, for which the rule below raises an error
         return _rule(kind, *values)
@@ -242,8 +242,8 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
         rule, units = other.get("rule"), other.get("units", group["units"])
         if rule is None:
             yield (
-                f"group {i} of the state must have rule {group['rule']!r}, got none: another "
-                "program's optimizer saved it"
+                f"group {i} of the state must have rule {group['rule']!r}, got none: the state is "
+                "from another program's optimizer"
             )
         elif rule != group["rule"] or Division.of(units) != Division.of(group["units"]):
             yield (
@@ -254,8 +254,8 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
     for i, name in enumerate(listed_in(saved_groups, "param_names")):
         if index.get(name, i) != i:
             yield (
-                f"parameter {i} of the state is {name}, but this optimizer has {name} as parameter "
-                f"{index[name]}"
+                f"parameter {i} of the state is {name}, but in this optimizer, parameter "
+                f"{index[name]} is {name}"
             )
     keys = listed_in(saved_groups, "params")
     for member, key in zip(members_of(groups), keys, strict=False):

@@ -137,8 +137,8 @@ class DividedWeight(EffectiveWeight):
         saved = state.to(coefficients)
         if saved.shape != coefficients.shape or not torch.allclose(saved, coefficients, rtol=1e-2):
             raise ValueError(
-                f"a PC layer of level {self.preconditioners[0].level} cannot load a state saved "
-                f"with different coefficients, {saved.tolist()}"
+                f"a PC layer of level {self.preconditioners[0].level} cannot load a state with the "
+                f"coefficients {saved.tolist()}, which differ from {coefficients.tolist()}"
             )
 
 
@@ -198,7 +198,9 @@ def preconditioned(
         weights[layer] = weight
     if not weights or (unused and not optional):
         names = [block for block in blocks if block in unused]
-        raise ValueError(f"blocks must name layers that can be preconditioned, got {names}")
+        raise ValueError(
+            f"blocks must be the names of layers that can be preconditioned, got {names}"
+        )
     weights_by_name = KnownWeights(model)
     divisions = {}
     for layer, weight in weights.items():
@@ -219,7 +221,9 @@ def merge_(model: nn.Module) -> None:
     """
     _check_module(model)
     if _is_sharded_by_fsdp(model):
-        raise ValueError("merge_ requires an unsharded model; load the state into one first")
+        raise ValueError(
+            "merge_ requires an unsharded model; load the state into an unsharded model first"
+        )
     layers: list[tuple[nn.Module, Any]] = [
         (module, chain)
         for module in model.modules()

@@ -42,21 +42,22 @@ def clip_qk_(
         raise ValueError(f"logits must have one number per head, got shape {tuple(logits.shape)}")
     if query is key:
         raise ValueError(
-            "query and key are the same weight: for a fused weight, pass its query rows and its "
-            "key rows, such as weight[:n] and weight[n : 2 * n]"
+            "query and key must not be the same weight; for a fused weight, pass the query rows "
+            "and the key rows separately, such as weight[:n] and weight[n : 2 * n]"
         )
     heads, rows = len(logits), query.shape[0]
     size = rows // max(heads, 1)
     groups = key.shape[0] // max(size, 1)
     if not groups or (size * heads, size * groups, heads % groups) != (rows, key.shape[0], 0):
         raise ValueError(
-            f"query must have {heads} heads; key must have heads of the same size, and their "
-            f"number must divide {heads}; got {rows} query rows and {key.shape[0]} key rows"
+            f"query must have {heads} heads of equal size, key must have heads of the same size, "
+            f"and the number of key heads must divide {heads}; got {rows} query rows and "
+            f"{key.shape[0]} key rows"
         )
     if not (threshold > 0 and 0 <= balance <= 1):
         raise ValueError(
-            "threshold must be positive and balance must be in [0, 1], "
-            f"got {threshold} and {balance}"
+            "threshold must be positive and balance must be in [0, 1], got threshold "
+            f"{threshold} and balance {balance}"
         )
     largest = logits.view(groups, -1).amax(1)
     factor = torch.where((largest > threshold) & largest.isfinite(), threshold / largest, 1)

@@ -234,7 +234,7 @@ class _Refinement:
                 raise ValueError(f"m must be float32 or float64, got {m.dtype}")
         short = [min(problem.m.shape[1:]) for problem in problems]
         if len(set(short)) > 1:
-            raise ValueError(f"problems must have shorter sides of equal length, got {short}")
+            raise ValueError(f"min(rows, cols) must be equal for all problems, got {short}")
         self.tall = [is_tall(problem.m) for problem in problems]
         wide = [
             TangentProblem(m.mT, v, u) if flip else TangentProblem(m, u, v)

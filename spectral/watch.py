@@ -120,8 +120,8 @@ def watch(
             kind = "sharded" if is_dtensor(weight) else "on the meta device"
             remedy = "before sharding it" if is_dtensor(weight) else "after materializing it"
             raise ValueError(
-                f"example requires a model that can run, but {name} is {kind}: split the model "
-                f"{remedy}, or omit example"
+                f"the model cannot run on example, because parameter {name} is {kind}: split the "
+                f"model {remedy}, or omit example"
             )
     if not callable(example):  # the pass may write to the example
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
@@ -142,7 +142,8 @@ def watch(
                 storage.copy_(values)
         if made := [name for name, _ in model.named_parameters() if name not in known]:
             raise ValueError(
-                f"the forward pass creates {', '.join(made)}: run the model before splitting it"
+                f"the forward pass must not create parameters, got {', '.join(made)}: run the "
+                "model once before splitting it"
             )
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
@@ -155,9 +156,11 @@ def watch(
             problems[use.name] = f": {error}"
     if problems:
         raise ValueError(
-            listed(problems)
-            + "\npass the divisions of these weights as units={name: {'rows': [n]}} ({} for one "
-            "matrix), pass them or their modules as elementwise, or pass an example that uses them"
+            listed(problems) + "\nfor each of these weights, pass one of these arguments:\n"
+            "units={name: {'rows': [n]}}: the row count of each matrix\n"
+            "units={name: {}}: the weight is a single matrix\n"
+            "elementwise=[...]: weights or modules to update with AdamW\n"
+            "example=(...): the arguments of a forward pass that uses the weight"
         )
     return seen
 
@@ -266,9 +269,9 @@ class Watch(TorchDispatchMode):
         for name, weight in weights.items():
             if weight in self.weights:
                 raise ValueError(
-                    f"{name} shares its storage with another weight, so the pass cannot tell the "
-                    "two apart: store each weight in a separate tensor (p.data = p.data.clone()), "
-                    "or omit example"
+                    f"{name} shares its storage with another weight, so the uses of the two "
+                    "weights cannot be distinguished: store each weight in a separate tensor "
+                    "(p.data = p.data.clone()), or omit example"
                 )
             start = self.numbers.end
             end = start + self.weights.number(weight, start)
@@ -296,7 +299,8 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             raise ValueError(
-                "the pass runs in inference mode, which hides matrix products: use torch.no_grad"
+                "the forward pass must not run in inference mode, because matrix products cannot "
+                "be observed there: use torch.no_grad"
             )
         written = tensors_in((args, kwargs)) if func._schema.is_mutable else []
         for t in filter(is_strided, written):
@@ -659,7 +663,7 @@ class Watch(TorchDispatchMode):
             self._hide([source], f"{name} of part of the outputs")
         else:
             for use in self.numbers.beneath(columns):
-                use.reduced = f", except in a {name.rpartition('_')[2]} of part of them"
+                use.reduced = f", except in a {name.rpartition('_')[2]} of some of the outputs"
 
     def _contract(self, source: Tensor, axes: set[int], out: Tensor) -> bool:
         """Follow a sum of products with a weight over `axes` if it computes a matmul."""

@@ -118,17 +118,20 @@ class Use:
                 used, or if no division matches the outputs' use.
         """
         if not self.used:
-            raise ValueError("the forward pass did not use it")
+            raise ValueError("the forward pass did not use this weight")
         if self.sets.keys() >= {CHOICE, LAYER}:
-            raise ValueError("an operation chooses among outputs that a layer uses")
+            raise ValueError(
+                "a layer uses this weight's outputs, but an operation such as topk also selects "
+                "some of the outputs"
+            )
         if CHOICE in self.sets:
             return Seen(None, "an operation chooses among its columns")
         if self.looked_up:
             return Seen(None, "its rows are looked up: a table", decays=False)
         if self.hidden:
-            raise ValueError(f"{self.hidden} hides the use of the weight's outputs")
+            raise ValueError(f"{self.hidden} makes the use of this weight's outputs unclear")
         if self.idle and not self.inputs:
-            raise ValueError("no token of the forward pass used it")
+            raise ValueError("the forward pass multiplied no token by this weight")
         if not self.inputs:
             return Seen(None, "no product uses it: a table", decays=False)
         if not any(self.inputs) and 1 in self.shape[-2:]:
@@ -143,12 +146,14 @@ class Use:
                 return Seen(None, reason, decays=False)
             counts = Counter(chain(*windows))
             if any(all(counts[column] > 1 for column in window) for window in windows):
-                raise ValueError(f"{INNER} uses overlapping sets of its outputs")
+                raise ValueError(
+                    "matrix products of activations use overlapping sets of this weight's outputs"
+                )
         cuts, grouped = [frozenset(self._cuts(own)) for own in entries], GROUP in self.sets
         layout = self.shape, self.strides, frozenset(self.inputs), frozenset(self.outputs)
         divisions = {_division(*layout, sets, grouped, self.groups) for sets in cuts}
         if len(divisions) > 1:
-            raise ValueError("its stacked matrices are divided in different ways")
+            raise ValueError("the matrices in this stack are divided in different ways")
         (division,) = divisions
         shapes = division.shapes(self.shape)
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
@@ -162,8 +167,8 @@ class Use:
         single = [rows == 1 < inputs for rows, inputs in shapes]
         if crossed and (all(single) or (any(single) and _overlap(several))):
             raise ValueError(
-                "its outputs are combined along two axes, which would divide it into matrices with "
-                "a single output each"
+                "this weight's outputs are combined along two axes, so each matrix would have a "
+                "single output"
             )
         if not self.outputs or all(1 in shape for shape in shapes):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
@@ -171,10 +176,10 @@ class Use:
         if self.stacked and 0 in self.outputs:  # some entries may have no tokens
             count = count // self.shape[0] * len({c // self.strides[0] for c in used})
         if 0 < len(used) < count and not self.ended:
-            raise ValueError(f"{count - len(used)} of its {count} outputs are unused")
+            raise ValueError(f"{count - len(used)} of this weight's {count} outputs are unused")
         if not (reached or self.ended):
             raise ValueError(
-                f"its outputs were neither used nor returned by the pass{self.reduced}"
+                "the forward pass neither used nor returned this weight's outputs" + self.reduced
             )
         head = Seen(None, "its outputs reach no further layer: a head")
         return Seen(division, self._reason()) if reached else head
@@ -277,7 +282,8 @@ def _division(
     if len(sums) > 1 or others or axis != stacked + transposed or axis in inputs:
         shown = " and ".join(map(str, sorted(sums)))
         raise ValueError(
-            f"no division matches products that sum over axes {shown} of a weight of shape {shape}"
+            f"matrix products sum over the axes {shown} of this weight of shape {shape}; no "
+            "division into matrices matches this use"
         )
     groups = groups if transposed else 1
     parts = shape[0] if stacked and 0 in outputs else groups
@@ -324,7 +330,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
             rows.add(tuple(map(len, own)))
             runs += [{finest[i] for i in run} for run in own]
         if parts > stride == 1 < len(rows):
-            raise ValueError("its stacked matrices are divided in different ways")
+            raise ValueError("the matrices in this stack are divided in different ways")
         if len(rows) > 1:
             continue
         (lengths,) = rows
@@ -336,7 +342,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
             return stride, lengths[: _period(lengths)] if len(lengths) > 1 else ()
     found = [[i for i, x in enumerate(labels) if x == label] for label in dict.fromkeys(labels)]
     shown = "; ".join(map(_ranges, found[:4]))
-    raise ValueError(f"outputs used as one vector must have a constant stride, got {shown}")
+    raise ValueError(f"the outputs in each matrix must have a constant stride, got outputs {shown}")
 
 
 def _period(values: Any) -> int:

@@ -77,10 +77,10 @@ def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activ
     for activation in ACTIVATIONS.values():
         if activation.function is function and activation.gated == gated:
             return activation
-    block = "with" if gated else "without"
+    gate = "with a gate" if gated else "without a gate"
     raise ValueError(
         f"compiled blocks and experts must use one of the activations {', '.join(ACTIVATIONS)}, "
-        f"got {function.__name__} {block} a gate"
+        f"got {function.__name__} {gate}"
     )
 
 

@@ -83,7 +83,7 @@ def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> It
     for key in dict.fromkeys([*both[0], *both[1]]):
         value, other = (values.get(key) for values in both)
         if value != other:
-            yield f"{key} is {other!r}, but the config's model has {value!r}"
+            yield f"{key} must be {value!r} to match the config's model, got {other!r}"
 
 
 def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     if moe.experts // groups < 2:
         yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
     if groups > 1 and moe.top_k // used != 2:
-        rule = f"top_k must be at least twice, and less than three times, top_groups = {used}"
+        rule = f"top_k must be at least 2 and less than 3 times top_groups = {used}"
         yield rule, str(moe.top_k)
 
 

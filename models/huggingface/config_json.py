@@ -37,7 +37,7 @@ def architecture(model: ModelConfig) -> Architecture:
         raise InexpressibleError(f"model.family must be {one_of(model.family, FAMILIES)}")
     if not family.hugging_face:
         raise InexpressibleError(
-            f"model.family must have a class in transformers to be exported, got {family.name}"
+            f"model.family must be a family with a class in transformers, got {family.name}"
         )
     nearest = min(family.hugging_face, key=lambda kind: len(kind.obstacles(model)))
     obstacles = nearest.obstacles(model)
@@ -169,7 +169,7 @@ def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> lis
     elsewhere = {key: settings[key]} if key in settings else {}
     causal = {key: value for key, value in CAUSAL.items() if settings.get(key) is not None}
     return [
-        f"{key} is {settings.get(key)!r}, but the config's model has {value!r}"
+        f"{key} must be {value!r} to match the config's model, got {settings.get(key)!r}"
         for key, value in {**expected, **causal}.items()
         if key not in ROPE_KEYS and settings.get(key) != value
     ] + [*rope_differences(expected["rope_parameters"], {**elsewhere, **rope})]

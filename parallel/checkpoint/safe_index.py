@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise UnsafeIndexError(f"it refers to {module}.{name}")
+        raise UnsafeIndexError(f"the file refers to {module}.{name}")
 
 
 def _member(enumeration: Any, name: Any) -> Any:
@@ -68,7 +68,7 @@ def _member(enumeration: Any, name: Any) -> Any:
     is_enumeration = isinstance(enumeration, type) and issubclass(enumeration, Enum)
     if is_enumeration and name in enumeration.__members__:
         return enumeration[name]
-    raise UnsafeIndexError(f"it refers to the attribute {name!r:.60} of {enumeration!r:.60}")
+    raise UnsafeIndexError(f"the file refers to the attribute {name!r:.60} of {enumeration!r:.60}")
 
 
 def read_index(folder: str | Path) -> Metadata:
@@ -89,7 +89,7 @@ def read_index(folder: str | Path) -> Metadata:
         raise UnsafeIndexError(f"{path} is not checkpoint metadata")
     for name in index_files(index):
         if name != os.path.basename(name) or not (Path(folder) / name).is_file():
-            raise UnsafeIndexError(f"{path} is not trusted: {name!r} is not a file in its folder")
+            raise UnsafeIndexError(f"{path} is not trusted: {name!r} is not a file in that folder")
     return index
 
 

@@ -185,7 +185,7 @@ class PendingSave:
                 return
             self.kill()
             print(f"warning: {self._name} did not start within {START_SECONDS:g} s", flush=True)
-        raise TimeoutError(f"{STARTS} processes did not start within {START_SECONDS:g} s each")
+        raise TimeoutError(f"none of {STARTS} processes started within {START_SECONDS:g} s")
 
     def again(self, folder: Path) -> "PendingSave":
         """Start writing the same state to another folder, from the existing host copies."""

@@ -183,8 +183,8 @@ class WeightWatch:
         summary = summary_of_all(f"{me}: {name}" for name in changed)
         if summary:
             raise DisagreementError(
-                f"weights have changed between steps: {summary}; earlier checkpoints are correct, "
-                "but the memory of the named rank may be faulty"
+                f"weights were modified outside optimizer steps: {summary}; earlier checkpoints "
+                "are correct, but the memory of the named rank may be faulty"
             )
         check_replicas(self.optimizer.model)
 

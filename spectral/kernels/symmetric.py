@@ -163,12 +163,13 @@ def check_operands(a: Tensor, b: Tensor) -> None:
     """Raise ValueError for operands not supported by the symmetric kernels."""
     if a.ndim != 3 or a.shape != b.shape:
         raise ValueError(
-            f"a and b must both be [batch, n, depth], got {tuple(a.shape)} and {tuple(b.shape)}"
+            "a and b must both have shape [batch, n, depth], got "
+            f"{tuple(a.shape)} and {tuple(b.shape)}"
         )
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         raise ValueError(
-            "a and b must both be float32, bfloat16 or float16, with the same dtype, got "
-            f"{a.dtype}, {b.dtype}"
+            "a and b must have the same dtype, float32, bfloat16 or float16, got "
+            f"{a.dtype} and {b.dtype}"
         )
     for x in (a, b):
         extent = sum(

@@ -221,7 +221,7 @@ def class_problems(kind: type[Rule]) -> Iterator[str]:
     if "__dataclass_fields__" not in vars(kind):
         yield "must be a dataclass: @dataclass(frozen=True, kw_only=True)"
     if "whole_matrix" not in dir(kind):
-        yield "must define whole_matrix: True if it needs whole matrices, else False"
+        yield "must define whole_matrix (True if the rule requires whole matrices, else False)"
     for field in fields(kind):
         if field.default is MISSING and field.default_factory is MISSING:
             yield f"must define a default for its field {field.name}"
@@ -233,7 +233,10 @@ def class_problems(kind: type[Rule]) -> Iterator[str]:
     for name, shape in shapes.items():
         if name not in state or state[name].shape[: len(shape)] != shape:
             got = tuple(state[name].shape) if name in state else "none"
-            yield f"must have a state {name} {[*shape]} for a weight [2, 3, 4], got {got}"
+            yield (
+                f"must create the state {name} with shape {[*shape]} for a weight of shape "
+                f"[2, 3, 4], got {got}"
+            )
 
 
 @cache

@@ -99,7 +99,10 @@ def test_pc_layers_of_tensor_parallel_ranks_are_merged(on_two) -> None:
     for left, change in on_two["merged under tp"]:
         assert left == [] and change < 1e-12  # float64
     for merging, converting in on_two["merged under fsdp"]:
-        assert merging == "merge_ requires an unsharded model; load the state into one first"
+        assert (
+            merging
+            == "merge_ requires an unsharded model; load the state into an unsharded model first"
+        )
         assert converting.endswith(" is already sharded; call preconditioned before fully_shard")
 
 
@@ -130,7 +133,7 @@ def test_wrong_use_is_one_clear_error(on_two) -> None:
         assert "at least 2 dimensions, got shape (4,)" in vector
         assert gradients == 4 * ["all ranks must have gradients for the same parameters"]
         assert nonfinite == f"{owner} is not finite; no parameter was updated"
-        assert "more differs between the ranks in replicas; average gradients" in unreduced
+        assert "more differs between the ranks of `replicas`; average gradients" in unreduced
 
 
 def test_a_process_group_may_be_destroyed_and_made_again(tmp_path: Path) -> None:

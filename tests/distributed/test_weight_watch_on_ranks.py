@@ -43,5 +43,5 @@ def test_a_flipped_bit_ends_the_run_and_is_named(found, case):
             assert (rank, step, said, name) == (-1, 5, "", None)
         else:
             assert rank >= 0 and step == 4
-            assert said.startswith(f"weights have changed between steps: rank {rank} (")
+            assert said.startswith(f"weights were modified outside optimizer steps: rank {rank} (")
             assert f"{KINDS[what]} {name}" in said.split(";")[0]

@@ -32,7 +32,7 @@ def test_a_change_before_an_earlier_step_is_still_found(world) -> None:
     for _ in range(2):
         watch.compare()
         watch.note()
-    with pytest.raises(DisagreementError, match="weights have changed between steps"):
+    with pytest.raises(DisagreementError, match="weights were modified outside optimizer steps"):
         watch.check()
 
 

@@ -211,17 +211,17 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
         (source / "config.json").write_text(json.dumps(settings))
         return line
 
-    assert "hidden_size is 128, but the config's model has 64" in changed(hidden_size=128)
+    assert "hidden_size must be 64 to match the config's model, got 128" in changed(hidden_size=128)
     rope = {"rope_type": "default", "rope_theta": 5e5}
-    assert "rope_theta is 500000" in changed(rope_parameters=rope, rope_theta=5e5)
+    assert "rope_theta must be 10000.0 to match" in changed(rope_parameters=rope, rope_theta=5e5)
     line = changed(rope_theta=5e5)
     assert "is 500000.0, but rope_parameters.rope_theta" in line and " 5, is 10000.0;" in line
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
     assert "Missing required keys" in changed(rope_parameters=rope)
     rope = {**rope, "rope_type": "dynamic"}
     assert "rope_type must be one of" in changed(rope_parameters=rope, rope_theta=5e5)
-    assert "attention_bias is True" in changed(attention_bias=True)
-    assert "is_causal is False" in changed(is_causal=False)
+    assert "attention_bias must be False to match" in changed(attention_bias=True)
+    assert "is_causal must be True to match" in changed(is_causal=False)
     assert "config.json: " in changed(model_type="no_such")
     weights = source / "model.safetensors"
     save_file({**tensors, "model.extra": torch.zeros(1)}, weights)
@@ -419,7 +419,7 @@ def test_a_model_of_transformers_comes_back_as_it_was(name, tokens, tmp_path, wo
 def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, refusal) -> None:
     apart = config_in(tmp_path, tokens)
     source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
-    tied = "tie_word_embeddings is {}, but the config's model has {}"
+    tied = "tie_word_embeddings must be {1} to match the config's model, got {0}"
     their_model(source, apart)
     line = refused(refusal, source, run, apart, "model.tie_embeddings=true")
     assert tied.format(False, True) in line

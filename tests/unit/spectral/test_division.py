@@ -121,16 +121,24 @@ def test_shards_hold_parts_of_matrices(name: str) -> None:
 @pytest.mark.parametrize(
     ("units", "shape", "message"),
     [
-        ({"stride": 0}, (4, 4), "stride of units must be a positive integer, got 0"),
-        ({"groups": True}, (4, 4), "groups of units must be a positive integer, got True"),
-        ({"transposed": "yes"}, (4, 4), "transposed of units must be True or False, got 'yes'"),
-        ({"stride": 3}, (4, 4), r"divide the 4 outputs .* at a stride of 3"),
-        ({"stride": 2, "rows": [3]}, (8, 4), r"got \(3,\) at a stride of 2"),
-        ({"groups": 3}, (4, 6), r"groups of units must divide axis 0 .* \(4, 6\), got 3"),
-        ({"stacked": True, "groups": 3}, (3, 4, 6), r"must divide axis 1 .* \(3, 4, 6\), got 3"),
+        ({"stride": 0}, (4, 4), "units\\['stride'\\] must be a positive integer, got 0"),
+        ({"groups": True}, (4, 4), "units\\['groups'\\] must be a positive integer, got True"),
+        ({"transposed": "yes"}, (4, 4), "units\\['transposed'\\] must be True or False, got 'yes'"),
+        ({"stride": 3}, (4, 4), r"divide the 4 outputs .* with stride 3"),
+        ({"stride": 2, "rows": [3]}, (8, 4), r"got \(3,\) with stride 2"),
+        (
+            {"groups": 3},
+            (4, 6),
+            r"units\['groups'\] must divide the size of axis 0 .* \(4, 6\), got 3",
+        ),
+        (
+            {"stacked": True, "groups": 3},
+            (3, 4, 6),
+            r"must divide the size of axis 1 .* \(3, 4, 6\), got 3",
+        ),
         ({"groups": 2, "rows": [3]}, (8, 6), r"divide the 4 outputs"),
-        ({"stacked": True}, (4, 4), "with at least 3 dimensions"),
-        ({"columns": [3]}, (4, 4), "units has no key columns"),
+        ({"stacked": True}, (4, 4), "must have at least 3 dimensions"),
+        ({"columns": [3]}, (4, 4), "keys of units must be among .* got columns"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(units, shape, message) -> None:

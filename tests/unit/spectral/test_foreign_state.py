@@ -491,17 +491,17 @@ def test_a_rule_that_is_written_into_a_group_in_mid_run_is_refused(new: str) -> 
     optimizer = made("muon")
     optimizer.step()
     optimizer.param_groups[0]["rule"] = new
-    refuses(optimizer, f"must keep its rule 'muon' .* got '{new}'|must have")
+    refuses(optimizer, f"must not change from 'muon' .* to '{new}'|must contain")
     optimizer.param_groups[0]["rule"] = "muon"
     optimizer.param_groups[0]["units"] = {"rows": [2]}
-    refuses(optimizer, r"keep its rule .*'rows': \[\].* got 'muon' and .*'rows': .2.")
+    refuses(optimizer, r"must not change from .*'rows': \[\].* to 'muon' and .*'rows': .2.")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_knows_the_rule_of_its_state(copied: Callable[[Any], Any]) -> None:
     optimizer = copied(made("muon"))
     optimizer.param_groups[0]["rule"] = "normuon"
-    refuses(optimizer, "must keep its rule 'muon'|must have")
+    refuses(optimizer, "must not change from 'muon'|must contain")
 
 
 @EVERY_DTYPE
@@ -533,7 +533,9 @@ def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) ->
     other.load_state_dict(saved)
     assert other.state[second]["momentum"].any()
     optimizer.param_groups[0]["params"].append(Parameter(torch.ones(2, 3)))
-    with pytest.raises(ValueError, match=r"must have a name, but one of shape \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"must have a name, got an unnamed parameter of shape \(2, 3\)"
+    ):
         optimizer.step()
 
 
@@ -623,7 +625,7 @@ def test_a_group_without_names_says_what_to_call(rule: str) -> None:
     """Lightning's BaseFinetuning adds such a group. The remedy given in the message works."""
     model, head = nn.Linear(4, 6), nn.Linear(6, 4)
     optimizer = SpectralOptimizer(split_parameters(model), rule=rule)
-    said = "must name its parameters .* call optimizer.add_param_group for each group of split_para"
+    said = "must contain parameter names.* call optimizer.add_param_group for each group of split_"
     with pytest.raises(ValueError, match=said):
         optimizer.add_param_group({"params": head.parameters(), "lr": 1e-3})
     for group in split_parameters(head):
@@ -633,7 +635,9 @@ def test_a_group_without_names_says_what_to_call(rule: str) -> None:
     optimizer.step()
     assert not torch.equal(head.weight, before)
     plain = AdamW(nn.Linear(4, 6).parameters())
-    with pytest.raises(ValueError, match="must not name .* create the optimizer with split_param"):
+    with pytest.raises(
+        ValueError, match="must not contain .* create the optimizer with split_param"
+    ):
         plain.add_param_group({"params": nn.Linear(4, 6).named_parameters()})
 
 

@@ -438,7 +438,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     },
     "heads in groups": (
         module(to_qkv=nn.Conv1d(24, 24, 1, groups=3), out=nn.Conv1d(8, 8, 1)),
-        "to_qkv.weight: its groups may contain several heads",
+        "to_qkv.weight may contain several heads in each group",
     ),
     "heads that a bare parameter shows": (
         module(gat=module("w 8 12, source 1x3x4, target 1x3x4"), out=linear(12, 4)),
@@ -494,7 +494,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "experts that state no layout": (
         experts("TextExperts: gate_up_proj 2x6x10, down_proj 2x5x6"),
-        r"gate_up_proj has shape \(2, 6, 10\), whose matrix axes are unknown",
+        r"gate_up_proj has shape \(2, 6, 10\), and its two matrix axes are unknown",
     ),
     "experts of an odd size": (
         experts("AnyExperts: gate_up_proj 2x9x6, down_proj 2x6x5", is_transposed=False),
@@ -504,7 +504,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "queries that multiply tokens": (module("queries 4x6"), "its name is queries"),
     "experts in attention": (
         module(mix=module("Mixture:", experts=module("weight 3x8x6"), gate=linear(6, 3))),
-        "whose matrix axes are unknown",
+        "and its two matrix axes are unknown",
     ),
     "focal modulation": (
         module("projection_in 8 19, projection_out 8 8"),
@@ -515,9 +515,9 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
         "in_proj.weight looks like several matrices",
     ),
     "a bare weight": (module("real_weight 4x6"), "may be rows or columns"),
-    "a stack of one": (module("fc_weights 1x4x6"), "whose matrix axes are unknown"),
-    "tokens or a stack of one": (module("thing 1x6x8"), "whose matrix axes are unknown"),
-    "a stack of relations": (module("rel 4x8x8"), "whose matrix axes are unknown"),
+    "a stack of one": (module("fc_weights 1x4x6"), "and its two matrix axes are unknown"),
+    "tokens or a stack of one": (module("thing 1x6x8"), "and its two matrix axes are unknown"),
+    "a stack of relations": (module("rel 4x8x8"), "and its two matrix axes are unknown"),
     "a product with a weight": (
         module(first=GRAPH, second=copy.deepcopy(GRAPH)),
         r"(?s)first.weight .*may be rows.*second.weight .*may be rows",
@@ -624,7 +624,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "keys narrower than queries": (
         module("A: to_q 8 8, to_kv 8 4", heads=4),
-        "to_kv.weight looks like .*: heads of A",
+        "to_kv.weight looks like .*: the heads of A",
     ),
     "a projection that may be [in, out]": (
         module("A: proj_k 16x4", head_dim=4),
@@ -673,8 +673,8 @@ def test_all_unclear_weights_are_in_one_error() -> None:
         layers = nn.ModuleList(Block(qkv=linear(8, 24)) for _ in range(2))
         split_parameters(module("Model:", blocks=layers, bare=bare))
     lines = str(error.value).splitlines()
-    assert len(lines) == 12 and lines[10] == "... and 3 more"
-    assert "example=" in lines[11] and "'blocks.0.qkv.weight'" in lines[11]
+    assert len(lines) == 16 and lines[10] == "... and 3 more"
+    assert "example=" in lines[12] and "'blocks.0.qkv.weight'" in lines[13]
 
 
 def test_a_list_may_have_places_without_a_module() -> None:

@@ -211,7 +211,7 @@ def test_splitting_parameters() -> None:
         ({"scale_factor": math.inf}, ValueError, "scale_factor must be finite, got inf"),
         ({"rule": "adamw", "betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
         ({"units": 8}, TypeError, "units must be a mapping such as .* got 8"),
-        ({"units": {"rows": 8}}, ValueError, "rows of units must be a list .* got 8"),
+        ({"units": {"rows": 8}}, ValueError, "units\\['rows'\\] must be a list .* got 8"),
     ],
 )
 @pytest.mark.parametrize("where", ["optimizer", "group"])

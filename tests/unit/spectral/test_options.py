@@ -76,7 +76,7 @@ def test_float64_weights_keep_the_defaults_of_the_rule(kind: type) -> None:
 def test_a_group_of_another_library_is_refused(key: str) -> None:
     """If the group were accepted, Muon would step it with the learning rate for AdamW."""
     group = {"params": [weight(2, 2)], key: False}
-    with pytest.raises(TypeError, match=f"'{key}' does not select a rule here; set rule="):
+    with pytest.raises(TypeError, match=f"'{key}' is not supported; to select a rule, set rule="):
         Muon([group])
 
 

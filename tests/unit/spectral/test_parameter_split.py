@@ -94,7 +94,7 @@ def test_what_nobody_knows_is_said_by_name() -> None:
         split_parameters(model, units={"Wqkv*": {}, "other": {}})
     with pytest.raises(ValueError, match=r"divide the 12 outputs .* got \(5,\)"):
         split_parameters(model, units={"Wqkv*": {"rows": [5]}})
-    with pytest.raises(ValueError, match="whose matrix axes are unknown"):
+    with pytest.raises(ValueError, match="and its two matrix axes are unknown"):
         split_parameters(fused(torch.randn(2, 4, 4), "experts"))
 
 
@@ -147,15 +147,15 @@ MODEL = nn.Sequential(nn.Linear(2, 2))
 
 
 WRONG: list[Any] = [
-    (MODEL, {"elementwise": "head"}, TypeError, "elementwise must be .* got 'head'"),
-    (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
+    (MODEL, {"elementwise": "head"}, TypeError, "elementwise must contain .* got 'head'"),
+    (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must contain .* got 'head.*'"),
     (MODEL, {"elementwise": [nn.Linear(2, 2)]}, ValueError, "elementwise .* Linear.* from anot"),
     (MODEL, {"units": ["0.weight"]}, TypeError, r"units must be a mapping .* got \['0.weight'\]"),
     (
         MODEL,
         {"units": {"0*": {"row": []}}},
         ValueError,
-        r"units of '0\*': .* key row; its keys are rows",
+        r"pattern '0\*': keys of units must be among rows, .* got row",
     ),
     (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
 ]

@@ -117,9 +117,9 @@ def test_a_model_trains_and_is_merged() -> None:
 
 
 def test_what_is_no_plain_layer_of_its_own_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"blocks must name layers .* got \['ffn'\]"):
+    with pytest.raises(ValueError, match=r"blocks must be the names of layers .* got \['ffn'\]"):
         preconditioned(gpt2(), blocks=["ffn"])
-    with pytest.raises(ValueError, match=r"blocks must name layers .* got \['c_fx'\]"):
+    with pytest.raises(ValueError, match=r"blocks must be the names of layers .* got \['c_fx'\]"):
         preconditioned(gpt2(), blocks=["c_fc", "c_fx"])
     with pytest.raises(TypeError, match="blocks must be a collection of names, got 'c_fc'"):
         preconditioned(gpt2(), blocks="c_fc")
@@ -169,19 +169,19 @@ def test_every_matrix_of_a_weight_has_its_own_gamma() -> None:
 def test_a_state_of_another_level_is_refused() -> None:
     saved = PCLinear(4, 4, level=4).bfloat16().state_dict()
     PCLinear(4, 4).load_state_dict({name: value.bfloat16() for name, value in saved.items()})
-    with pytest.raises(
-        ValueError, match="of level 3 cannot load a state saved with different coefficients"
-    ):
+    with pytest.raises(ValueError, match="of level 3 cannot load a state with the coefficients"):
         PCLinear(4, 4, level=3).load_state_dict(saved)
     saved = PCLinear(4, 4, level=[1.5, -0.5]).state_dict()
     for level in ([1.6, -0.6], [1.5, -0.4], [1.5]):
-        with pytest.raises(ValueError, match=r"with different coefficients, \[1.5, -0.5\]"):
+        with pytest.raises(
+            ValueError, match=r"with the coefficients \[1.5, -0.5\], which differ from \["
+        ):
             PCLinear(4, 4, level=level).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_coefficients_must_be_finite(value: float) -> None:
-    with pytest.raises(ValueError, match="level must contain finite coefficients, got "):
+    with pytest.raises(ValueError, match="the coefficients in level must be finite, got "):
         PCLinear(4, 4, level=[1.0, value])
 
 

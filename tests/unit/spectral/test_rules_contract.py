@@ -59,8 +59,11 @@ def test_plans_count_the_work_of_every_rule(name: str) -> None:
 @pytest.mark.parametrize(
     ("attributes", "said"),
     [
-        ({"init_state": lambda _, w: {"s": w[0]}}, r"have a state s \[2\] .* got \(3, 4\)"),
-        ({"elementwise_state": ("s",)}, r"have a state s \[2, 3, 4\] .* got none"),
+        (
+            {"init_state": lambda _, w: {"s": w[0]}},
+            r"create the state s with shape \[2\] .* got \(3, 4\)",
+        ),
+        ({"elementwise_state": ("s",)}, r"create the state s with shape \[2, 3, 4\] .* got none"),
         ({"__annotations__": {"beta": float}}, "define a default for its field beta"),
     ],
 )

@@ -1164,7 +1164,7 @@ def test_an_example_has_many_forms(form: str) -> None:
     assert row.reason == "a product uses 10 columns at a time, a layer all"
 
 
-UNUSED = "unused.weight: the forward pass did not use it\n.*units.*elementwise.*example"
+UNUSED = "unused.weight: the forward pass did not use this weight\n(.*\n)*elementwise.*\nexample"
 
 
 @refused(UNUSED, "used 12 4, unused 12 4")
@@ -1172,7 +1172,7 @@ def not_used(m: Any, x: Tensor) -> Any:
     return m.used(x)
 
 
-@refused("both.weight: 4 of its 12 outputs are unused\n", "both 12 12, out 8 4")
+@refused("both.weight: 4 of this weight's 12 outputs are unused\n", "both 12 12, out 8 4")
 def a_part_that_is_dropped(m: Any, x: Tensor) -> Any:
     return m.out(m.both(x)[..., :8])
 
@@ -1180,25 +1180,30 @@ def a_part_that_is_dropped(m: Any, x: Tensor) -> Any:
 OVER = "q 12 12, k 12 12, v 12 12, out 12 4, far 12x20"
 
 
-@refused("far: 11 of its 20 outputs are unused\n", OVER)
+@refused("far: 11 of this weight's 20 outputs are unused\n", OVER)
 def distances_larger_than_those_of_the_example(m: Any, x: Tensor) -> Any:
     return m.out((m.q(x) @ m.k(x).mT + (x @ m.far)[..., :9]).softmax(-1) @ m.v(x))
 
 
-@refused("both.weight: .* got 0-3, 8-11; 4-7, 12-15", "both 12 16, a 8 4, b 8 4")
+@refused("both.weight: .* got outputs 0-3, 8-11; 4-7, 12-15", "both 12 16, a 8 4, b 8 4")
 def sets(m: Any, x: Tensor) -> Any:
     y = m.both(x)
     first = torch.cat([y[..., :4], y[..., 8:12]], -1)
     return m.a(first) + m.b(y[..., [4, 5, 6, 7, 12, 13, 14, 15]])
 
 
-@refused("both.weight: its outputs are combined along two axes", "both 12 8, a 4 3, b 2 3")
+@refused(
+    "both.weight: this weight's outputs are combined along two axes", "both 12 8, a 4 3, b 2 3"
+)
 def outputs_along_two_axes(m: Any, x: Tensor) -> Any:
     y, z = (m.both(x).unflatten(-1, (2, 4)) for _ in range(2))
     return m.a(y).sum((2, 3)) + m.b(z.mT).sum((2, 3))
 
 
-@refused("qkv.weight: its outputs are combined along two axes", "qkv 12 36, gate 12 4, out 12 4")
+@refused(
+    "qkv.weight: this weight's outputs are combined along two axes",
+    "qkv 12 36, gate 12 4, out 12 4",
+)
 def a_gate_for_each_entry_of_a_head_that_all_queries_share(m: Any, x: Tensor) -> Any:
     q, k, v = qkv(m, x)
     return m.out(attention(q * m.gate(x).sigmoid()[:, None], k, v))
@@ -1209,12 +1214,12 @@ def hidden(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.T
 
 
-@refused("weight: spectrain_tests.product.default hides", "out 6 4, weight 6x12")
+@refused("weight: spectrain_tests.product.default makes the use", "out 6 4, weight 6x12")
 def a_hidden_product(m: Any, x: Tensor) -> Any:
     return m.out(hidden(x, m.weight))
 
 
-@refused("first.weight: spectrain_tests.product.default hides", "first 12 8, out 6 4")
+@refused("first.weight: spectrain_tests.product.default makes the use", "first 12 8, out 6 4")
 def a_hidden_consumer(m: Any, x: Tensor) -> Any:
     return m.out(hidden(m.first(x), torch.ones(6, 8)))
 
@@ -1228,7 +1233,7 @@ def a_flat_weight(m: Any, x: Tensor) -> Any:
     return m.out(m.inner(x) @ (2 * m.flat[12:]).view(12, 4))
 
 
-PADDED = "far: a matmul with a padded weight hides"
+PADDED = "far: a matmul with a padded weight makes the use"
 
 
 @refused(PADDED, "q 12 12, out 12 4, far 5x12")
@@ -1236,7 +1241,7 @@ def a_padded_table_of_distances(m: Any, x: Tensor) -> Any:
     return m.out((m.q(x) @ F.pad(m.far, (0, 0, 2, 2)).T).softmax(-1) @ x)
 
 
-ACROSS = "qkv.weight: a matrix product of activations uses overlapping sets of its outputs"
+ACROSS = "qkv.weight: matrix products of activations use overlapping sets of this weight's outputs"
 
 
 @refused(ACROSS, "qkv 12 36, out 12 12")
@@ -1245,7 +1250,7 @@ def rotary_across_heads(m: Any, x: Tensor) -> Any:
     return m.out(attention(*(heads(y) for y in (turned(q), turned(k), v))))
 
 
-OVER_TOKENS_FIRST = "qkv.weight: a layer over tokens before attention hides"
+OVER_TOKENS_FIRST = "qkv.weight: a layer over tokens before attention makes the use"
 
 
 @refused(OVER_TOKENS_FIRST, "qkv 12 36, mix 9 5, out 12 12")
@@ -1254,7 +1259,7 @@ def attention_to_mixed_tokens(m: Any, x: Tensor) -> Any:
     return m.out(attention(q, m.mix(k.mT).mT, m.mix(v.mT).mT))
 
 
-GIVEN = "tokens: a product with a frozen weight or an embedding hides"
+GIVEN = "tokens: a product with a frozen weight or an embedding makes the use"
 
 
 @refused(GIVEN, "q 12 12, out 12 12, tokens 1x6x12", kv=FROZEN)
@@ -1270,7 +1275,7 @@ def a_weight_of_products_of_factors(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, (m.a @ m.b) * (m.c @ m.d)))
 
 
-TWO_FACTORS = "\n".join(f"{name}: a matmul with a product of two weights hides.*" for name in "ab")
+TWO_FACTORS = "\n".join(f"{name}: a matmul with a product of two weights makes.*" for name in "ab")
 
 
 @refused(TWO_FACTORS, "out 12 4, a 12x3, b 3x12")
@@ -1278,7 +1283,7 @@ def a_weight_of_two_factors(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, 2 * (m.a @ m.b)))
 
 
-COMPUTED_WEIGHT = "a weight computed from activations or several weights hides"
+COMPUTED_WEIGHT = "a weight computed from activations or several weights makes the use"
 KRONECKER = (
     "a: a product with activations.*\nb: a product with a weight .*\nc: a product with a weight"
 )
@@ -1302,8 +1307,8 @@ def a_weight_that_is_a_sum_of_kronecker_products(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, torch.kron(m.a[0], m.b[0]) + torch.kron(m.a[1], m.b[1])))
 
 
-LORA = "a: a sum with a weight hides the use of the weight's outputs\nb: a sum with a weight"
-TRAINED = f"{LORA}.*\nbase.weight: a sum with a weight hides"
+LORA = "a: a sum with a weight makes the use of this weight's .*\nb: a sum with a weight"
+TRAINED = f"{LORA}.*\nbase.weight: a sum with a weight makes the use"
 BASE = nn.Parameter(torch.randn(8, 12), requires_grad=False)
 
 
@@ -1317,13 +1322,15 @@ def a_weight_of_two(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, m.frozen + 2 * (m.b @ m.a)))
 
 
-@refused("code.weight: an operation chooses among outputs that a layer uses", "code 12 8, out 8 4")
+@refused("code.weight: a layer uses this weight's outputs, but an operation", "code 12 8, out 8 4")
 def a_sparse_code_of_the_largest_outputs(m: Any, x: Tensor) -> Any:
     values, chosen = (y := m.code(x).relu()).topk(3)
     return m.out(torch.zeros_like(y).scatter(-1, chosen, values))
 
 
-@refused("expert.weight: no token of the forward pass used it", "expert 12 8, out 12 8")
+@refused(
+    "expert.weight: the forward pass multiplied no token by this weight", "expert 12 8, out 12 8"
+)
 def an_expert_without_tokens(m: Any, x: Tensor) -> Any:
     return m.out(x).index_add(0, torch.tensor([]).long(), m.expert(x[x[:, 0, 0] > 9]))
 
@@ -1334,28 +1341,28 @@ def a_weight_whose_inputs_activations_scale(m: Any, x: Tensor) -> Any:
     return m.out(x[..., :6] @ (weights * weights.square().sum(-1, keepdim=True).rsqrt()).mT)
 
 
-@refused("weight: a sum of products hides", "weight 3x5x4, out 15 4")
+@refused("weight: a sum of products makes the use", "weight 3x5x4, out 15 4")
 def groups_in_one_sum_of_products(m: Any, x: Tensor) -> Any:
     return m.out((x.unflatten(-1, (3, 1, 4)) * m.weight).sum(-1).flatten(-2))
 
 
-@refused("mix: a sum .*outputs\nup.weight: a sum of products", "up 12 16, mix 9x9, out 8 4")
+@refused("mix: a sum .*unclear\nup.weight: a sum of products", "up 12 16, mix 9x9, out 8 4")
 def a_sum_of_products_over_tokens(m: Any, x: Tensor) -> Any:
     gate, y = (m.mix[..., None] * m.up(x)[:, None]).sum(2).chunk(2, -1)
     return m.out(F.silu(gate) * y)
 
 
-@refused("left: a sum of products hides", "left 6x4, right 12x4, out 6 4")
+@refused("left: a sum of products makes the use", "left 6x4, right 12x4, out 6 4")
 def a_weight_computed_by_a_sum_of_products(m: Any, x: Tensor) -> Any:
     return m.out(x @ (m.left[:, None] * m.right).sum(-1).mT)
 
 
-@refused("weight: a sum of products hides", "weight 12x12, out 12 4")
+@refused("weight: a sum of products makes the use", "weight 12x12, out 12 4")
 def a_sum_of_transposed_products(m: Any, x: Tensor) -> Any:
     return m.out((x[..., None, :] * m.weight).mT.sum(-1))
 
 
-@refused("up.weight: no division matches", "up 12 8, down 8 4")
+@refused("up.weight: .* no division into matrices matches this use", "up 12 8, down 8 4")
 def a_gradient_as_outputs(m: Any, x: Tensor) -> Any:
     with torch.enable_grad():
         energy = m.up(y := x.clone().requires_grad_()).relu().square().sum()
@@ -1366,7 +1373,9 @@ PAIRED = nn.Bilinear(4, 4, 3)
 
 
 @refused(
-    "pairs.weight: a bilinear form hides .*outputs\npass", "a 12 4, b 12 4, out 3 4", pairs=PAIRED
+    "pairs.weight: a bilinear form makes the use .*outputs unclear\nfor each",
+    "a 12 4, b 12 4, out 3 4",
+    pairs=PAIRED,
 )
 def a_bilinear_layer(m: Any, x: Tensor) -> Any:
     return m.out(m.pairs(m.a(x), m.b(x)))
@@ -1375,12 +1384,12 @@ def a_bilinear_layer(m: Any, x: Tensor) -> Any:
 EDGES = torch.eye(x.shape[1]).to_sparse()
 
 
-@refused("first.weight: aten.* of sparse tensors hides", "first 12 8, out 8 4")
+@refused("first.weight: aten.* of sparse tensors makes the use", "first 12 8, out 8 4")
 def sparse_tensors(m: Any, x: Tensor) -> Any:
     return m.out(EDGES @ m.first(x[0]))
 
 
-INFERENCE = "the pass runs in inference mode, which hides matrix products: use torch.no_grad"
+INFERENCE = "the forward pass must not run in inference mode, .*: use torch.no_grad"
 
 
 @refused(INFERENCE, "first 12 8, out 8 4")
@@ -1389,18 +1398,18 @@ def inference_mode(m: Any, x: Tensor) -> Any:
         return m.out(m.first(x))
 
 
-@refused("first.weight: its outputs were neither used nor", "first 12 8, out 8 4")
+@refused("first.weight: the forward pass neither used nor returned", "first 12 8, out 8 4")
 def a_shape_alone(m: Any, x: Tensor) -> Any:
     return m.out(torch.zeros_like(m.first(x)))
 
 
-@refused("side.weight: its outputs were neither used nor", "side 12 4, used 12 4")
+@refused("side.weight: the forward pass neither used nor returned", "side 12 4, used 12 4")
 def outputs_that_nothing_takes(m: Any, x: Tensor) -> Any:
     m.side(x)
     return m.used(x)
 
 
-MEAN = "pieces.weight: its outputs were neither used .*, except in a mean of part of them"
+MEAN = "pieces.weight: the forward pass neither used .*, except in a mean of some of the outputs"
 
 
 @refused(MEAN, "pieces 12 12, out 6 8, head 8 3")
@@ -1408,17 +1417,17 @@ def a_mean_of_parts(m: Any, x: Tensor) -> Any:
     return m.head(m.out(m.pieces(x).unflatten(-1, (2, 6)).mean(-2)))
 
 
-@refused("pieces.weight: amax of part of the outputs hides", "pieces 12 24, out 6 4")
+@refused("pieces.weight: amax of part of the outputs makes the use", "pieces 12 24, out 6 4")
 def a_maximum_of_parts(m: Any, x: Tensor) -> Any:
     return m.out(m.pieces(x).unflatten(-1, (6, 4)).amax(-1))
 
 
-@refused("pieces.weight: max of part of the outputs hides", "pieces 12 24, out 6 4")
+@refused("pieces.weight: max of part of the outputs makes the use", "pieces 12 24, out 6 4")
 def a_maximum_of_parts_and_its_place(m: Any, x: Tensor) -> Any:
     return m.out(m.pieces(x).unflatten(-1, (4, 6)).max(-2).values)
 
 
-@refused("waves: a product of complex numbers hides", "out 6 4, waves 12x6x2")
+@refused("waves: a product of complex numbers makes the use", "out 6 4, waves 12x6x2")
 def a_product_of_complex_numbers(m: Any, x: Tensor) -> Any:
     return m.out((x.cfloat() @ torch.view_as_complex(m.waves)).real)
 
@@ -1431,7 +1440,7 @@ def complex_numbers(m: Any, x: Tensor) -> Any:
     return m.out((x.cfloat() @ m.weight).abs())
 
 
-INDEX = "gate.weight: aten.index.Tensor, which uses the outputs as an index, hides"
+INDEX = "gate.weight: aten.index.Tensor, which uses the outputs as an index, makes the use"
 
 
 @refused(INDEX, "gate 12 2, out 8 4, table 5x8")
@@ -1444,12 +1453,12 @@ def counts_of_the_outputs_of_a_layer(m: Any, x: Tensor) -> Any:
     return m.out(m.table[(m.gate(x) > 0).sum(-1)])
 
 
-@refused("both: a product with 6 of its 12 inputs hides", "out 10 4, both 12x10")
+@refused("both: a product with 6 of its 12 inputs makes the use", "out 10 4, both 12x10")
 def blocks_that_alternate_along_both_axes(m: Any, x: Tensor) -> Any:
     return m.out(torch.cat([x[..., i::2] @ m.both[i::2, i::2] for i in (0, 1)], -1))
 
 
-STACK = "bank: its stacked matrices are divided in different ways"
+STACK = "bank: the matrices in this stack are divided in different ways"
 
 
 @refused(STACK, "head 12 4, bank 4x12x12")
@@ -1467,7 +1476,7 @@ def a_bank_of_fused_values_and_outputs(m: Any, x: Tensor) -> Any:
 CHOSEN = "gate 12 3, head 12 4, weights 3x12x12"
 
 
-@refused("weights: a product with 24 of its 36 inputs hides", CHOSEN)
+@refused("weights: a product with 24 of its 36 inputs makes the use", CHOSEN)
 def sums_of_outputs_of_experts_in_one_product(m: Any, x: Tensor) -> Any:
     x = x.flatten(0, 1)
     probabilities, chosen = m.gate(x).softmax(-1).topk(2)
@@ -1476,7 +1485,7 @@ def sums_of_outputs_of_experts_in_one_product(m: Any, x: Tensor) -> Any:
     return m.head(x + (weights @ inputs[..., None])[..., 0])
 
 
-@refused("weights: a product with activations, which may choose a weight, hides", CHOSEN)
+@refused("weights: a product with activations, which may choose a weight, makes the use", CHOSEN)
 def merged_experts(m: Any, x: Tensor) -> Any:
     shares = m.gate(x.mean(1)).softmax(-1)[..., None, None]
     return m.head(x @ (shares * m.weights).sum(1))
@@ -1487,7 +1496,7 @@ def one_matrix_of_two_axes(m: Any, x: Tensor) -> Any:
     return m.out(torch.einsum("btd,hde->bthe", x, m.q).flatten(2))
 
 
-@refused("qkv.weight: flex_attention hides", "qkv 12 36, out 12 12")
+@refused("qkv.weight: flex_attention makes the use", "qkv 12 36, out 12 12")
 def flexible_attention(m: Any, x: Tensor) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -1495,7 +1504,10 @@ def flexible_attention(m: Any, x: Tensor) -> Any:
 
 
 META = nn.Linear(12, 4, device="meta")
-REFUSED["on the meta device"] = META, "example .* weight is on the meta device"
+REFUSED["on the meta device"] = (
+    META,
+    "the model cannot run on example, .* weight is on the meta device: split",
+)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -1570,7 +1582,8 @@ class Late(nn.Module):
 
 def test_weights_without_a_shape_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"the forward pass creates second\.weight: run the model before"
+        ValueError,
+        match=r"the forward pass must not create parameters, got second\.weight: run the model",
     ):
         split_parameters(Late(), example=x)
     with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):

@@ -87,7 +87,7 @@ def test_an_index_that_names_other_files_is_refused(name: str, checkpoint) -> No
         shares = [slice(rank, None, ranks) for rank in range(ranks)]
         assert sorted(text for share in shares for text in problems(info, share)) == found
     if name != "other.distcp":
-        with pytest.raises(UnsafeIndexError, match="is not a file in its folder"):
+        with pytest.raises(UnsafeIndexError, match="is not a file in that folder"):
             read_index(info.state)
         with pytest.raises(BrokenCheckpointError):
             StoredTensors(info.state)
@@ -141,7 +141,9 @@ def test_an_index_of_an_older_python_is_read(checkpoint) -> None:
 )
 def test_an_index_may_ask_for_no_other_attribute(call: Any, checkpoint) -> None:
     (checkpoint / "state" / ".metadata").write_bytes(pickle.dumps(Call(call)))
-    with pytest.raises(UnsafeIndexError, match="is not trusted: it refers to the attribute '"):
+    with pytest.raises(
+        UnsafeIndexError, match="is not trusted: the file refers to the attribute '"
+    ):
         read_index(checkpoint / "state")
 
 
