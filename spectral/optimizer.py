@@ -31,14 +31,7 @@ from .batching import copy_all_, grouped
 from .device_values import are_finite, is_known, surely_finite
 from .division import Division
 from .ieee_products import ieee_products
-from .local_part import (
-    gradients_of,
-    is_dtensor,
-    local_gradient,
-    local_of,
-    placed_like,
-    rank_and_count,
-)
+from .local_part import gradients_of, is_dtensor, local_gradient, local_of, placed_like
 from .options import FIXED, check_options, fields_of, rate_of, rename_
 from .parameter_split import ParameterSplit, check_name
 from .parameter_state import (
@@ -257,9 +250,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _warn_alone(self) -> None:
         """Warn on rank 0 of several if the ranks neither share matrices nor compare gradients."""
-        rank, count = rank_and_count()
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return
+        count = torch.distributed.get_world_size()
         whole = any(rule_of(group).whole_matrix for group in self.param_groups)
-        if whole and count > 1 and rank == 0:
+        if whole and count > 1 and not torch.distributed.get_rank():
             _warn(
                 f"replicas is None, so each of {count} ranks updates all its matrices, and ranks "
                 "with different gradients would diverge silently: average gradients before the "

@@ -104,15 +104,15 @@ def manual() -> str:
 MANUAL_HEAD: Final = """\
 # Configuration
 
-This page lists every key in a run config, a YAML file. `base: other.yaml` inherits from
-another config; `base` can also be a list of files. Base paths are relative to the file containing
-`base`. Sections are merged; lists and scalars are replaced. `key=value` arguments after `--config
-FILE` override the files. `${section.key}` expands to the value of another key. In keys that hold
-paths, `${oc.env:NAME}` expands to an environment variable. Data paths are relative to the working
-directory.
+This page lists all keys of a run's config, which is a YAML file. With `base: other.yaml`, a config
+inherits from another config; `base` can also be a list of files. Base paths are relative to the
+file containing `base`. Sections are merged; lists and scalars are replaced. `key=value` arguments
+after `--config FILE` override the keys in the files. `${section.key}` expands to the value of
+another key. In keys whose values are paths, `${oc.env:NAME}` expands to an environment variable.
+Data paths are relative to the working directory.
 
 An invalid config raises a single error listing all unknown keys, wrong types and contradictions.
-The resolved config is saved in the run folder and can be passed to `--config`. Bold names are
+The resolved config is saved in the run folder and can be passed to `--config`. Names in bold are
 subsections. In a key, `*` stands for each of the names listed at the end of the row.
 """
 
