@@ -26,7 +26,7 @@ class DataPhase(Section):
     with_decay: bool = False
     """Start the phase when a wsd schedule starts to decay."""
     weights: Annotated[dict[str, Positive], Field(min_length=1)]
-    """Weight of each set, by its name in `data.train`; unlisted sets are not read."""
+    """Weight of each training set, by its name in `data.train`; unlisted sets are not read."""
 
     def checks(self) -> Iterator[Check]:
         """Check that exactly one key defines the start of the phase."""
@@ -47,10 +47,10 @@ def name_check(key: str, name: str) -> Check:
 
 
 class TokenFiles(Section):
-    """Token files of a set."""
+    """Files of a token set."""
 
     path: str
-    """Path prefix of the set's `.bin` and `.idx` files."""
+    """Path prefix of the token set's `.bin` and `.idx` files."""
 
     def checks(self) -> Iterator[Check]:
         """Check the path prefix."""
@@ -61,8 +61,8 @@ class TrainSet(TokenFiles):
     """A training set in the blend."""
 
     weight: AtLeast0 = 1.0
-    """Weight of the set in the blend, relative to other sets' weights; 0 for a set used only in
-    later phases."""
+    """Weight of the training set in the blend, relative to the weights of the other training sets;
+    0 for a training set that is used only in later phases."""
 
 
 class ValidationSet(TokenFiles):
@@ -77,14 +77,15 @@ class DataConfig(Section):
     the data manifest."""
     mock: bool = False
     """Train on random tokens, in documents of 1,024 tokens on average, instead of reading files.
-    The sets keep their names and weights; if no sets are configured, a set named `mock` is used."""
+    The training sets keep their names and weights; if none are configured, a training set named
+    `mock` is used."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Number of data loading processes per rank; 0 = load samples in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
     """Data to verify against the hashes in the manifest. none: nothing; sample: the tokenizer, the
     index and 64 blocks of tokens at startup, all other blocks on first use; full: all data at
-    startup. In any case, tokenizers, manifests and token files must match across ranks; for sets
-    over 256 MiB, ranks compare only 64 blocks of 4 KiB."""
+    startup. In any case, tokenizers, manifests and token files must match across ranks; for token
+    sets over 256 MiB, ranks compare only 64 blocks of 4 KiB."""
     document_mask: bool = False
     """Mask attention across document boundaries and reset position ids at the start of each
     document, in training and validation; false = attend across documents."""
@@ -92,19 +93,19 @@ class DataConfig(Section):
     """Include the loss on each document's first token, which is predicted from the previous
     document; false masks this loss in training and validation."""
     train: dict[str, TrainSet] = field(default_factory=dict)
-    """Training sets by name; at least one is required unless `mock` is true. All sets must use the
-    same tokenizer. `NAME: null` removes a set inherited from the base config; `replace: true` in
-    section `data` discards the base's entire section."""
+    """Token sets for training, by name; at least one is required unless `mock` is true. All token
+    sets must use the same tokenizer. `NAME: null` removes a training set inherited from the base
+    config; `replace: true` in section `data` discards the base config's entire section."""
     phases: tuple[DataPhase, ...] = ()
-    """Later phases of the run with different set weights, such as `[{after_share: 0.8, weights:
-    {web: 1, books: 3}}]`; [] = use the weights in `train` throughout. When a phase starts, each set
-    continues where it left off."""
+    """Later phases of the run with different weights for the training sets, such as
+    `[{after_share: 0.8, weights: {web: 1, books: 3}}]`; [] = use the weights in `train` throughout.
+    When a phase starts, each training set continues where it left off."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
-    """Validation sets by name; the name appears in metrics, as in `val/<name>/loss`. `NAME: null`
-    removes a set inherited from the base config."""
+    """Token sets for validation, by name; the name appears in metrics, as in `val/<name>/loss`.
+    `NAME: null` removes a validation set inherited from the base config."""
     made_by: str | None = None
-    """Command that creates the sets, and the cost of this command; shown when a set's files are
-    missing."""
+    """Command that creates the token sets, and the cost of this command; shown when the files of a
+    token set are missing."""
 
     def checks(self) -> Iterator[Check]:
         """Check the tokenizer path, the sets' names and weights, and that every set is read."""
@@ -133,14 +134,14 @@ class ValidationConfig(Section):
     """Number of steps between validations; validation also runs after the last step. 0 = only after
     the last step."""
     samples: Count | None = None
-    """Number of sequences to evaluate from each set; null = the whole set."""
+    """Number of sequences to evaluate from each validation set; null = the whole set."""
     samples_interval: Whole = 0
     """Number of steps between text samples; 0 disables samples. A sample continues the first tokens
     of a validation set by greedy decoding. Samples are written to metrics.jsonl and shown in
     report.html."""
     samples_tokens: Count = 32
     """Number of tokens to generate per sample; each token costs a forward pass on one sequence per
-    set."""
+    validation set."""
 
     @staticmethod
     def prompt_tokens(sequence_length: int) -> int:
