@@ -104,7 +104,7 @@ class Columns:
         return set[Use]().union(*(record.beneath for record, _ in self.parts(numbers)))
 
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
-        """Return numbers for the elements of a sum or product of `first` and `second`.
+        """Assign numbers to the elements of a sum or product of `first` and `second`.
 
         `terms` means that the result is a sum of two tensors.
         """

@@ -141,7 +141,7 @@ class Division:
         return part.flatten(1) if part.ndim > 2 else part
 
     def part(self, matrix: Tensor, shape: Iterable[int]) -> Tensor:
-        """Reshape a matrix back to `shape`, the shape of its part of a parameter."""
+        """Reshape a matrix back to `shape`, the shape of the matrix's part of a parameter."""
         shape = tuple(shape)
         if self.transposed:
             inputs, outputs, *rest = shape[int(self.stacked) :]
@@ -174,7 +174,8 @@ def numel_of(box: Box) -> int:
 
 
 def intersection(box: Box, contiguous: Box) -> Box | None:
-    """Return the intersection of a box with a box of step 1, or None if it is empty."""
+    """Return the intersection of a box with a box of step 1, or None if the intersection is
+    empty."""
     common = tuple(
         indices[bisect_left(indices, whole.start) : bisect_left(indices, whole.stop)]
         for indices, whole in zip(box, contiguous, strict=True)

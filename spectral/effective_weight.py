@@ -81,7 +81,7 @@ class EffectiveWeightGradient(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioner:
-    """Weight preconditioning: the map to PC(W), its gradient, and its extra state.
+    """Weight preconditioning: the map from W to PC(W), the map's gradient, and extra state.
 
     `effective` and `vjp` take matrices `[..., rows, cols]`, their top singular pair `u` `[...,
     rows]` and `v` `[..., cols]`, and `gamma` (`[...]` or a number). The singular pair is treated as

@@ -83,7 +83,7 @@ ATTENTION = re.compile(
 """Names of layers that are next to attention projections but are not divided into heads: output,
 gates, low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu", OPAQUE}
-"""Functions that split a tensor, and the word for unreadable code, which may split one."""
+"""Functions that split a tensor, and the word for unreadable code, which may split a tensor."""
 GATES = {"*", "mul"}
 """Operators and functions that multiply the two halves of a layer's outputs."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
@@ -361,8 +361,8 @@ class KnownWeights:
 
         A layer counts as later if it follows in model order or in a forward pass. The modules are
         layers that a forward pass uses before the weight's layer, possibly in another branch. A
-        mixer is a module that adds or multiplies activations after the weight's layer; without one,
-        the class is "".
+        mixer is a module that adds or multiplies activations after the weight's layer; without a
+        mixer, the class is "".
         """
         steps, mixer, again = weight.path[_base(weight) :], "", set[nn.Module]()
         later = [*self.layers.after(steps[0][1], steps[-1][1])]
@@ -414,7 +414,7 @@ class KnownWeights:
         return ""
 
     def _divides_inputs(self, module: nn.Module) -> bool:
-        """Return whether a module may split its inputs, projected by other modules, into heads."""
+        """Return whether a module may split its inputs (other modules' projections) into heads."""
         words, size = self.words.of(module), _first(module, HEAD_SIZES)
         widest = max((x.inputs for x in self.layers.within(module)), default=0)
         grouped = _first(module, KEY_COUNTS) not in (0, _first(module, HEAD_COUNTS))
@@ -499,7 +499,7 @@ def _divider(module: nn.Module, words: set[str]) -> str:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return a projection's rows per head; None if there are no heads, 0 if they are unclear."""
+    """Return a projection's rows per head: None without heads, 0 if the number is unclear."""
     attributes = HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS, KEY_COUNTS
     size, values, heads, stated = (_first(around, names) for names in attributes)
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0

@@ -21,7 +21,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, redistributed to its parameter's placements."""
+    """Return this rank's part of a gradient, redistributed to the parameter's placements."""
     grad = parameter.grad
     assert grad is not None  # only parameters with gradients are stepped
     if is_dtensor(parameter) and grad.placements != parameter.placements:  # type: ignore[attr-defined]

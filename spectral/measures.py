@@ -68,9 +68,9 @@ def stable_rank_of(values: Tensor) -> Tensor:
 def stable_rank_of_gram(gram: Tensor) -> Tensor:
     """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, to a relative error of 1e-3.
 
-    The stable rank is the trace divided by the largest eigenvalue, which is estimated from a Krylov
-    space and never overestimated. Its relative error is below 1e-6 if the two largest eigenvalues
-    differ by at least 1%.
+    The stable rank is the trace divided by the largest eigenvalue. The eigenvalue is estimated from
+    a Krylov space and never overestimated. The estimate's relative error is below 1e-6 if the two
+    largest eigenvalues differ by at least 1%.
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     top, _, _ = cold_start(gram.reshape(-1, *gram.shape[-2:]), steps=TOP_STEPS)

@@ -81,8 +81,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             name, "lr": ..., "units": ..., <fields of the rule>}`.
         rule: default rule, for groups that do not set `rule`.
         lr: learning rate for groups that use the default rule and do not set `lr`: a number, a 0-d
-            tensor, or None for the rule's default. For other rules, groups without `lr` use the
-            default of their rule.
+            tensor, or None for the rule's default. Groups with another rule and no `lr` use that
+            rule's default.
         weight_decay: decoupled weight decay, multiplied by lr, for groups that do not set
             `weight_decay`.
         nonfinite: on a NaN or infinite gradient, "raise" a FloatingPointError before anything is
@@ -249,7 +249,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             )
 
     def _warn_alone(self) -> None:
-        """Warn on rank 0 of several if the ranks neither share matrices nor compare gradients."""
+        """Warn on rank 0 if several ranks neither share matrices nor compare gradients."""
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return
         count = torch.distributed.get_world_size()
@@ -257,9 +257,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if whole and count > 1 and not torch.distributed.get_rank():
             _warn(
                 f"replicas is None, so each of {count} ranks updates all its matrices, and ranks "
-                "with different gradients would diverge silently: average gradients before the "
-                "step, as DDP does, and pass replicas=torch.distributed.group.WORLD to check this "
-                "and divide the work (or another group, if ranks have different parameters)"
+                "with different gradients silently diverge: average gradients before the step, as "
+                "DDP does; to check gradients and divide the work, pass "
+                "replicas=torch.distributed.group.WORLD, or another group if ranks have different "
+                "parameters"
             )
 
     def _warn_unfrozen(self) -> None:
@@ -486,10 +487,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as `torch.optim.Optimizer` does, but keep the saved dtypes.
 
-        States saved by earlier versions may lack hyper-parameters. These keep their current values
-        if the group's rule is unchanged, and are otherwise set to the rule's defaults. A state may
-        contain momenta only: singular vectors and similar entries are then recomputed, and means of
-        squares start from zero. Entries of other programs are loaded unchanged.
+        States saved by earlier versions may lack hyper-parameters. Missing hyper-parameters keep
+        their current values if the group's rule is unchanged; otherwise, they are set to the rule's
+        defaults. A state may contain momenta only: singular vectors and similar entries are then
+        recomputed, and means of squares start from zero. Entries of other programs are loaded
+        unchanged.
 
         Raises:
             ValueError: if, on any rank, the state is nonfinite, lacks the entries of a parameter,

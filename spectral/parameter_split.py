@@ -42,8 +42,8 @@ class Row(NamedTuple):
 class ParameterSplit(Sequence[dict[str, Any]]):
     """Parameter groups of a model for a spectral rule and for AdamW.
 
-    Pass it to an optimizer as `params`. Print it to show each parameter's assignment. The model may
-    be sharded after the split, but not after the optimizer is created.
+    Pass the split to an optimizer as `params`. Print the split to show each parameter's assignment.
+    The model may be sharded after the split, but not after the optimizer is created.
 
     Attributes:
         module: the model.

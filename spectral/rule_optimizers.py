@@ -38,9 +38,9 @@ def signed(signature: Callable[P, None]) -> Callable[P, None]:
 class AdamW(SpectralOptimizer):
     """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
 
-    Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101). Steps are identical to those
-    of `torch.optim.AdamW` with the same betas. Use AdamW as a baseline, and for embeddings, heads,
-    gains and biases. `split_parameters` always assigns these parameters to AdamW.
+    Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101). Steps are identical to the
+    steps of `torch.optim.AdamW` with the same betas. Use AdamW as a baseline, and for embeddings,
+    heads, gains and biases. `split_parameters` always assigns these parameters to AdamW.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
@@ -81,8 +81,8 @@ class AdamW(SpectralOptimizer):
 class Muon(SpectralOptimizer):
     """Muon: `W -= lr s msign(M)` with momentum M and a shape-dependent scale s.
 
-    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Steps are identical to
-    those of `torch.optim.Muon` with the same polynomials. Try this spectral optimizer first.
+    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Steps are identical to the
+    steps of `torch.optim.Muon` with the same polynomials. Try this spectral optimizer first.
 
         optimizer = Muon(split_parameters(model), lr=2e-2)
 
@@ -367,7 +367,7 @@ class SpectralSphere(SpectralOptimizer):
             None means 2 for float32 matrices with more than 256 rows on GPUs with slow float64
             (consumer cards, B300), and 1 otherwise.
         early_exit (default None): Stop once all units have converged, which requires a host sync;
-            None means true only on CPU.
+            None means true on CPU and false on other devices.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
         replicas: process group of the ranks that replicate plain parameters; None means the group

@@ -9,7 +9,7 @@ vectors. For small row counts on CPU, the eigenvectors of the Gram matrix are co
 Callers of `top_singular` cache the top vector. Callers of `top_pairs` can also cache `NEARBY`
 vectors for the next largest singular values. A direction that is about to overtake the top vector
 has been among the cached vectors for a long time, so a few passes find it. From the top vector
-alone, many passes would not find it.
+alone, even many passes would not find this direction.
 
 Vectors are stored as rows: on every device, multiplying a few rows by a matrix is a plain GEMM that
 reads the matrix once, whereas multiplying by a few columns is several times slower on CPU.

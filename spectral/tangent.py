@@ -3,9 +3,9 @@
 "Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline (see
 docs/numerics.md for measurements):
 
-1. A small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`, valid for every lambda, is built
-   from a few resolvents of `N N^T`, where `N = M (I - v v^T)` (spectral/tangent_model.py). Its root
-   is the initial guess.
+1. A small model of `f(lambda) = <Theta, msign(M + lambda Theta)>` is built from a few resolvents of
+   `N N^T`, where `N = M (I - v v^T)` (spectral/tangent_model.py). The model is valid for every
+   lambda. The model's root is the initial guess.
 2. Evaluations of the true `f` refine the guess, first with the model's slope, then with secants,
    always within a rigorous bracket.
 3. In 16 bits, an evaluation is less accurate than the model's root, because msign's rounding errors

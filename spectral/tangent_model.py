@@ -335,7 +335,7 @@ def _blocks(gram: Tensor, pair: Tensor, shift: Tensor) -> Tensor:
 
 
 def value(model: Model, offset: Tensor) -> Tensor:
-    """Evaluate f at `mu = offset`. Both are `[batch, points]`."""
+    """Evaluate f at `mu = offset`. f and `offset` are `[batch, points]`."""
     uu, uq, qq = model.block[:, :, None]  # each [batch, 1, nodes]
     mu = offset[:, :, None]
     numerator = torch.addcmul(uq, mu, uu)

@@ -20,9 +20,9 @@ until an operation uses columns as one vector. These columns are then recorded a
 A weight is an output head if its columns are in no set, a router if `topk` or a comparison with the
 maximum chooses among its columns, and a table if it is not used in any product.
 
-Start with `watch`, which runs the pass, followed by `Watch`, whose methods follow operations in the
-order above and record sets of columns (`columns.py`). `Use.verdict` (`weight_use.py`) converts the
-sets into a division.
+Start with `watch`, which runs the pass, and continue with `Watch`. The methods of `Watch` follow
+operations in the order above and record sets of columns (`columns.py`). `Use.verdict`
+(`weight_use.py`) converts the sets into a division.
 """
 
 import re
@@ -444,8 +444,8 @@ class Watch(TorchDispatchMode):
         return use
 
     def _hide(self, operands: Iterable[Tensor], operation: str, uses: Iterable[Use] = ()) -> None:
-        """Mark the weights of operands and uses, and the tables that these weights multiply, as
-        hidden."""
+        """Mark as hidden the weights of operands and uses, and the tables that these weights
+        multiply."""
         for t in operands:
             own = {self._use(t)} if t in self.weights else set[Use]()
             uses = {*uses, *(self.numbers.beneath(self.columns.read(t)) or own)}

@@ -96,7 +96,7 @@ class Use:
         """Record a matmul that sums over the axes `inputs`. Return each column's first element.
 
         If `apart` and the matmul uses a single stack entry, the returned elements are in that
-        entry. Otherwise, they are in the first entry.
+        entry. Otherwise, the returned elements are in the first entry.
         """
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]

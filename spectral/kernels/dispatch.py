@@ -129,7 +129,8 @@ def listed(device: str) -> bool:
 
 
 def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
-    """Select the tile for stacks `[batch, rows, cols]` with equal row counts (None: the library).
+    """Select the tile for stacks `[batch, rows, cols]` with equal row counts. None means the
+    library.
 
     Several stacks are looked up as a single stack with the mean column count of all matrices.
     """

@@ -65,7 +65,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
 def gradients(
     gradient: Tensor, wide: Tensor, scale: Tensor | None = None, *, tanh: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of `wide` and, if given, `scale`, from the output's gradient.
+    """Compute the gradients of `wide` and of `scale` (if given) from the output's gradient.
 
     Args:
         gradient: gradient of `scale f(gate) up`, `[..., d]`.

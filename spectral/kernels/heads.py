@@ -3,8 +3,8 @@
 Attention's backward pass returns separate gradients of the rotated queries, rotated keys and
 values. The QKV projection needs these gradients in one tensor, in which each group's queries, key
 and value are adjacent. The kernel undoes the rotations, backpropagates through the heads' RMSNorms,
-if any, and writes this tensor. It reads each gradient and each normalized head once. The reference
-is `heads_gradients` in models/blocks/self_attention.py.
+if any, and writes this tensor. The kernel reads each gradient and each normalized head once. The
+reference is `heads_gradients` in models/blocks/self_attention.py.
 """
 
 import torch
@@ -28,7 +28,7 @@ def turn_back(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a token's `each` heads, and accumulate the gain's gradient.
+    """Write the gradients of `each` heads of one token, and accumulate the gain's gradient.
 
     The two halves of a head are loaded separately because the rotation mixes them.
     """

@@ -38,8 +38,8 @@ def product(
     Without `b`, B is `A^T`. A stack of one matrix uses the faster unbatched call.
 
     On CPU, a large `symmetric` result `[batch, n, n]` is computed in row blocks up to the diagonal
-    and mirrored, which makes it exactly symmetric. Products recorded by autograd are always
-    computed whole.
+    and mirrored, which makes it exactly symmetric. Products recorded by autograd are never computed
+    in blocks.
 
     The following ratios are the CPU time of X X^T in blocks divided by the CPU time of the whole
     product, in float32 on one thread (torch 2.13). On an AMD EPYC with AVX2 (an Intel Xeon with

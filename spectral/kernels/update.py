@@ -11,8 +11,8 @@ The last pass decays and updates the weights, and sums the squares of the update
 
     W <- (1 - lr decay) W - step D,    and sum D^2 per program.
 
-It moves 10 bytes per element of float32 W and 16-bit D. Retraction, which rescales W first, is
-part of this pass. Each matrix's learning rate, decay and active flag are read on the device.
+It moves 10 bytes per element of float32 W and 16-bit D. For rules with retraction, this pass first
+rescales W. Each matrix's learning rate, decay and active flag are read on the device.
 """
 
 import torch

@@ -86,8 +86,7 @@ class Rule(ABC):
     """Whether a step uses the weight for anything besides decaying it and subtracting the update.
     """
     elementwise_state: ClassVar[tuple[str, ...]] = ()
-    """State entries that `accumulate` uses. They have the weight's shape and are initialised to 0.
-    """
+    """State entries that `accumulate` uses; the entries have the weight's shape and start at 0."""
 
     def __post_init__(self) -> None:
         """Raise ValueError or TypeError for invalid fields. Subclasses must call this method."""
@@ -134,8 +133,8 @@ class Rule(ABC):
     ) -> list[Tensor]:
         """Compute the inputs to `update` from `grads`, in place. By default, return `grads` itself.
 
-        The computation is elementwise, so it may run on any slice of a matrix. It only accesses the
-        state entries listed in `elementwise_state`.
+        The computation is elementwise, so it may run on any slice of a matrix. `accumulate` only
+        accesses the state entries listed in `elementwise_state`.
         """
         return list(grads)
 
@@ -265,8 +264,7 @@ def rate_key(rate: Rate) -> object:
 
 
 def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
-    """Return the rate that all stacks share or, if rates differ, one per unit `[sum of
-    batches]`."""
+    """Return the rate of all stacks or, if rates differ, one rate per unit `[sum of batches]`."""
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
     pairs = zip(stacks, rates, strict=True)
@@ -362,7 +360,7 @@ def check_value(name: str, annotation: Any, value: object) -> None:
 
 @cache
 def _accepted(annotation: Any) -> tuple[tuple[Any, ...], tuple[object, ...]]:
-    """Return a union's types and, if it consists only of literals and None, their values."""
+    """Return the types in a union. If all are literals or None, also return their values."""
     joined = get_origin(annotation) in (Union, UnionType)
     types = get_args(annotation) if joined else (annotation,)
     literals = [x for kind in types if get_origin(kind) is Literal for x in get_args(kind)]
@@ -380,7 +378,7 @@ def _fits(value: object, types: tuple[Any, ...]) -> bool:
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError if `value` is not one of `choices`, suggesting the closest one."""
+    """Raise ValueError if `value` is not one of `choices`, suggesting the closest choice."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}{nearest(value, choices)}")
 

@@ -93,8 +93,8 @@ class MuonPlusPlusRule(RadiusRule):
 
         Reports `sigma`, `radius`, `gap`, `gap_exceeded`, `correlation` and `update_rms`. `gap` is
         (sigma_1 - sigma_2) / sigma_1 before the update. `gap_exceeded` is 1 where the step is
-        longer than sigma_1 - sigma_2, so the norm may change. With project_rescale, `norm` is also
-        reported: the updated weight's ||W||_2 before rescaling. With dual, `multiplier`,
+        longer than sigma_1 - sigma_2, so the norm may change. With `project_rescale`, `norm` is
+        also reported: the updated weight's ||W||_2 before rescaling. With `dual`, `multiplier`,
         `residual`, `evaluations` and `converged` are also reported.
         """
         return [self._step(stack) for stack in stacks]
@@ -124,8 +124,8 @@ class MuonPlusPlusRule(RadiusRule):
     def matrix_cost(self, short: int, long: int) -> float:
         """Return the FLOPs of triplets, msign and projections. See `MsignRule.matrix_cost`.
 
-        Every step computes two singular triplets. With `project_rescale`, it computes a third
-        triplet.
+        Every step computes two singular triplets. With `project_rescale`, every step also computes
+        a third triplet.
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
         track = triplets * triplet_cost(short, long, steps=self.krylov_steps)

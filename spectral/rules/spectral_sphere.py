@@ -36,8 +36,8 @@ class SpectralSphereRule(MuonSphereRule):
     null means 8 with early exit. Without early exit, null means 2 for float32 matrices with more
     than 256 rows on GPUs with slow float64 (consumer cards, B300), and 1 otherwise."""
     early_exit: bool | None = None
-    """Stop once all units have converged, which requires a host sync; null means true only on
-    CPU."""
+    """Stop once all units have converged, which requires a host sync; null means true on CPU and
+    false on other devices."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
