@@ -14,6 +14,14 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def rank_and_count() -> tuple[int, int]:
+    """Return this rank and the number of ranks in the job, without importing torch.distributed."""
+    module = sys.modules.get("torch.distributed")
+    if module is None or not module.is_available() or not module.is_initialized():
+        return 0, 1
+    return module.get_rank(), module.get_world_size()
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself, without copying."""
     # Detach last: detaching a DTensor takes ten times as long.

@@ -31,7 +31,14 @@ from .batching import copy_all_, grouped
 from .device_values import are_finite, is_known, surely_finite
 from .division import Division
 from .ieee_products import ieee_products
-from .local_part import gradients_of, is_dtensor, local_gradient, local_of, placed_like
+from .local_part import (
+    gradients_of,
+    is_dtensor,
+    local_gradient,
+    local_of,
+    placed_like,
+    rank_and_count,
+)
 from .options import FIXED, check_options, fields_of, rate_of, rename_
 from .parameter_split import ParameterSplit, check_name
 from .parameter_state import (
@@ -250,11 +257,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _warn_alone(self) -> None:
         """Warn on rank 0 if several ranks neither share matrices nor compare gradients."""
-        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            return
-        count = torch.distributed.get_world_size()
+        rank, count = rank_and_count()
         whole = any(rule_of(group).whole_matrix for group in self.param_groups)
-        if whole and count > 1 and not torch.distributed.get_rank():
+        if whole and count > 1 and rank == 0:
             _warn(
                 f"replicas is None, so each of {count} ranks updates all its matrices, and ranks "
                 "with different gradients silently diverge: average gradients before the step, as "

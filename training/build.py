@@ -123,8 +123,8 @@ def build_trainer(
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """Load a checkpoint, which may have been saved on any layout, and check that all weight
-    replicas are identical. If the data mixture has changed, start a new data phase.
+    """Load a checkpoint and check that all weight replicas are identical. The checkpoint may have
+    been saved on any layout. If the data mixture has changed, start a new data phase.
 
     Raises ResumeError if the checkpoint does not match the model. Also raises ResumeError if the
     mixture has changed, but the checkpoint does not contain the number of samples read from each

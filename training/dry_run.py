@@ -1,4 +1,5 @@
-"""Plan a run from its config, including the number of steps and the use of each data set."""
+"""Plan a run from its config. The plan includes the number of steps and the use of each data
+set."""
 
 import math
 import os

@@ -123,7 +123,7 @@ def next_commands(config: Config) -> Iterator[str]:
 
 
 def validation_lines(metrics: Mapping[str, Any], step: int, tasks: Iterable[str]) -> Iterator[str]:
-    """Yield lines on the validation losses and the scores of `tasks` that `metrics` contains."""
+    """Yield lines on the validation losses and task scores in `metrics`."""
     losses = [
         f"{name.split('/')[1]} {value:.4f}"
         for name, value in metrics.items()
