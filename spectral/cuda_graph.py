@@ -90,7 +90,7 @@ class CapturedStep:
         """Prepare to capture the steps of `optimizer`.
 
         Raises ValueError if a step would require a host sync, or if a learning rate is not a tensor
-        on the device, and TypeError for another kind of optimizer.
+        on the device. Raises TypeError if `optimizer` is not a `SpectralOptimizer`.
         """
         if not isinstance(optimizer, SpectralOptimizer):
             raise TypeError(

@@ -233,8 +233,8 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 class SteppedUnit:
     """A unit: the part of a parameter that a rule updates as a whole.
 
-    For whole-matrix rules, the unit is one matrix; for elementwise rules, it is the entire local
-    part.
+    For whole-matrix rules, the unit is one matrix; for elementwise rules, the unit is this rank's
+    entire part of the parameter.
 
     division   how the parameter is divided into matrices
     box        the unit's box in the parameter

@@ -41,7 +41,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def wide_matrices(w: Tensor) -> Tensor:
-    """Return matrices `[..., rows, cols]` in at least float32. Raise ValueError for other tensors.
+    """Return `w` in at least float32. Raise ValueError unless `w` contains floating-point matrices.
 
     In bfloat16, a level-4 PC layer would have an error of 3 to 4% in the spectral norm.
     """
@@ -223,10 +223,10 @@ class Preconditioner:
     def cost(self, shape: Sequence[int]) -> float:
         """Return the FLOPs per step of a PC layer for a unit of `shape`, excluding the unit's rule.
 
-        This counts PC(W), its transposed Jacobian, and the refresh of the singular pair. For sides
-        m <= n and a polynomial with k terms beyond the linear one, PC(W) takes 2 matmuls of size
-        m n m and k - 1 of size m^3. The Jacobian recomputes the Gram matrix and the iterates, and
-        takes another 3 matmuls of size m n m and 2 k - 2 of size m^3.
+        The count includes PC(W), its transposed Jacobian, and the refresh of the singular pair. For
+        sides m <= n and a polynomial with k terms beyond the linear one, PC(W) takes 2 matmuls of
+        size m n m and k - 1 of size m^3. The Jacobian recomputes the Gram matrix and the iterates,
+        and takes another 3 matmuls of size m n m and 2 k - 2 of size m^3.
         """
         short, long = sorted(shape)
         flops = triplet_cost(short, long, steps=self.steps)

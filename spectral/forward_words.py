@@ -21,8 +21,8 @@ UNREAD = {"torch", "einops", "numpy", "apply_chunking_to_forward", *sys.stdlib_m
 """Packages and functions whose code is not read, because their names are informative enough or
 because they only split tokens."""
 OPAQUE = "<opaque>"
-"""Word for code that cannot be read: a C extension, a Triton kernel, an operator that is not
-torch's, or a module that has not been imported yet."""
+"""Word for code that cannot be read: a C extension, a Triton kernel, an operator defined outside
+torch, or a module that has not been imported yet."""
 MOST = 200
 """Maximum number of functions to read per module."""
 

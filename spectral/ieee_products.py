@@ -19,7 +19,7 @@ MATMUL: tuple[Any, ...] = tuple(
     for backend in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     if hasattr(backend, "fp32_precision")
 )
-"""PyTorch's float32 matmul precision settings on GPUs and CPUs; torch 2.6 only has the older
+"""PyTorch's float32 matmul precision settings on GPUs and CPUs; torch 2.6 only supports the older
 function `set_float32_matmul_precision`."""
 REDUCTIONS = [
     name

@@ -54,7 +54,7 @@ FILLERS = re.compile(
 )
 """Parts of an attention projection's name that do not identify the projection."""
 PROJECTIONS = re.compile("query|queries$|key(s$)?|value(s$)?")
-"""Words in the names of attention projections; each is shortened to its first letter."""
+"""Words in the names of attention projections; each word is shortened to its first letter."""
 HEAD_SIZES = (
     "head_dim attention_head_size head_size d_kv key_value_proj_dim dim_head dim_per_head "
     "attn_head_size hidden_size_per_attention_head d_head"
@@ -316,8 +316,8 @@ class KnownWeights:
     def _may_end(self, weight: Weight, layer: Layer, later: list[Layer], mixer: str) -> bool:
         """Return whether a layer may be a head even though later blocks could use its outputs.
 
-        This is the case if the layer is square, follows blocks and does not scale activations, or
-        if it ends a tower of blocks and its outputs are pooled or multiplied.
+        The layer may be a head if it is square, follows blocks and does not scale activations. It
+        may also be a head if it ends a tower of blocks and its outputs are pooled or multiplied.
         """
         (name, inner), *scopes = weight.path
         after = {x.module for x in later}

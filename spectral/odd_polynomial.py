@@ -34,8 +34,8 @@ COMPOSITES: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
     {"over_flattening": SCHEDULES["polar_express_upstream"].coefficients}
 )
 """Named compositions of polynomials. `over_flattening` is an ablation in the paper: eight Polar
-Express steps, which map every singular value above about 1e-4 of the largest to 1. It gives a
-higher loss than no PC layers at all."""
+Express steps, which map every singular value above about 1e-4 of the largest to 1. This ablation
+gives a higher loss than a model without PC layers."""
 
 
 def stages(level: Level) -> tuple[Stage, ...]:

@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Other programs' state entries whose keys are numbers, tensors or this name are saved under this
-key, because torch would mistake their keys for parameters."""
+"""Key under which `state_dict` saves other programs' entries. torch would mistake the entries' own
+keys for parameters: numbers, tensors or this name."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -285,7 +285,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._frozen = [each for each in self._frozen if each[0] not in names]
 
     def _check_module(self, module: torch.nn.Module | None) -> None:
-        """Raise ValueError if the model replaced a parameter, whose gradient is then missing."""
+        """Raise ValueError if the model replaced a parameter, because the gradient is then
+        missing."""
         named = dict(module.named_parameters()) if module is not None else {}
         present = {*named.values()}
         for group in self.param_groups:
@@ -767,7 +768,7 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
 
 
 def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
-    """Raise ValueError for a parameter that holds no matrix the rule can update."""
+    """Raise ValueError for a parameter that contains no matrix that the rule can update."""
     shape = tuple(parameter.shape)
     if not parameter.numel():
         raise ValueError(f"{name or 'a parameter'} must not be empty, got shape {shape}")

@@ -39,7 +39,7 @@ class Schedule:
         half_margin: factor by which the input of a step may exceed the step's interval in 16 bits.
             Every step but the last is then `p(s / margin)` instead of `p(s)`. Without this margin,
             adversarial 2 x 4 matrices diverge in bfloat16 (plain form) and float16 (Gram form);
-            with it, singular values stay bounded even if all rounding errors are doubled.
+            with the margin, singular values stay bounded even if all rounding errors are doubled.
     """
 
     coefficients: tuple[Coefficients, ...]
@@ -103,11 +103,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 GRAM_GAIN = {torch.float16: 33.0, torch.float32: 400.0, torch.float64: 400.0}
 """Per-dtype bound on `M g` between two restarts of the Gram form, where M is the largest singular
-value before the first restart and g the product of the slopes at zero of the steps in between.
+value before the first restart and g is the product of the slopes at zero of the steps in between.
 
-A rounding error e in the Gram matrix becomes `(M g)^2 e` in its null directions (at most 0.5 in
-float16), and an error e in its factor becomes `M g e` in all directions (at most 0.02). Dtypes not
-listed do not use the Gram form: bfloat16 would have to restart at every step.
+A rounding error e in the Gram matrix becomes `(M g)^2 e` in the null directions (at most 0.5 in
+float16). A rounding error e in the factor becomes `M g e` in all directions (at most 0.02). Dtypes
+not listed do not use the Gram form: bfloat16 would have to restart at every step.
 """
 
 
@@ -138,7 +138,7 @@ def coefficients(
 def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Return the step indices at which the Gram form restarts in `dtype`.
 
-    It restarts before every step that would exceed `GRAM_GAIN`.
+    The Gram form restarts before every step that would exceed `GRAM_GAIN`.
     """
     restarts: list[int] = []
     gain = largest = 1.0
@@ -202,8 +202,8 @@ def msign(
 ) -> Tensor:
     """Compute the polar factor of each matrix in `x` `[..., rows, cols]`.
 
-    The result has the shape and dtype of `x` and is differentiable. It is zero for a zero matrix,
-    and NaN for a matrix with NaN or infinity.
+    The result has the shape and dtype of `x` and is differentiable. The result is zero for a zero
+    matrix, and NaN for a matrix with NaN or infinity.
 
     Args:
         x: matrices `[..., rows, cols]` of any scale.
@@ -358,7 +358,7 @@ def is_tall(x: Tensor) -> bool:
 def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute `x / ||x||_F` per matrix in at least float32. Zero matrices stay zero.
 
-    If `out` (of any dtype) is given, the result is rounded and written to it. Dividing by the
+    If `out` (of any dtype) is given, the result is rounded and written to `out`. Dividing by the
     largest entry first keeps the squares from underflowing or overflowing.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))

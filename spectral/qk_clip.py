@@ -17,9 +17,9 @@ def clip_qk_(
 ) -> Tensor:
     """Scale queries and keys in place so that no logit exceeds `threshold`. Return the factors.
 
-    Call this after `optimizer.step()`. Heads that share a key share a factor. If the largest logit
-    of these heads is finite and exceeds `threshold`, the factor is `threshold` divided by this
-    logit; otherwise, the factor is 1. Weights may be DTensors.
+    Call this function after `optimizer.step()`. Heads that share a key share a factor. If the
+    largest logit of these heads is finite and exceeds `threshold`, the factor is `threshold`
+    divided by this logit; otherwise, the factor is 1. Weights may be DTensors.
 
     Args:
         query, key: weights `[heads size, inputs]` and `[groups size, inputs]`, or biases.

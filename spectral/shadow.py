@@ -115,7 +115,7 @@ class Shadows:
         return sum((n - 1) * s for n, s in zip(*layout[1:], strict=True)) + 1
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Return the number of each element of a tensor, or None if it has no shadow.
+        """Return the number of each element of a tensor, or None if the tensor has no shadow.
 
         The result has length 1 along axes where the numbers do not change.
         """

@@ -31,8 +31,8 @@ from .polar import cache_slices, normalized
 COLD_STEPS = 48
 NEARBY = 6
 """Number of cached vectors besides the top vector. Together with the top vector and the generic
-vector, they form a block of eight, which four steps extend to 32 vectors, the most that a single
-program can orthonormalise."""
+vector, they form a block of eight vectors. Four steps extend the block to 32 vectors, the maximum
+that a single program can orthonormalise."""
 BLOCK = NEARBY + 2
 """Block size, in vectors."""
 NEARBY_SQUARINGS = 4
@@ -208,9 +208,9 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
 def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
     """Approximate the eigenvectors of `t` that follow `best`, `[batch, NEARBY, k]`.
 
-    They are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`; `best` is
-    `[batch, 1, k]`. All tensors are float64. The result is orthonormal, or zero where only rounding
-    errors remain: beyond the rank, and for eigenvalues far below the second largest.
+    The approximations are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`;
+    `best` is `[batch, 1, k]`. All tensors are float64. The result is orthonormal, or zero where
+    only rounding errors remain: beyond the rank, and for eigenvalues far below the second largest.
     """
     image = torch.bmm(best, t)
     t = torch.baddbmm(t, image.mT, best, alpha=-1)  # removes the component along `best`
@@ -229,7 +229,7 @@ def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
 def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return fixed, unstructured unit vectors `[count, size]`.
 
-    The vectors are not random, so that steps do not depend on generator state. They are not
+    The vectors are not random, so that steps do not depend on generator state. The vectors are not
     constant either, because rows that sum to zero (centred weights) are orthogonal to a constant
     vector.
     """

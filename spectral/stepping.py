@@ -177,7 +177,7 @@ class ParameterUnits(Units):
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:
-    """Stack units into `[batch, ...]`, without copying a single contiguous unit."""
+    """Stack units into `[batch, ...]`; return a view of a single contiguous unit."""
     if len(units) == 1 and units[0].is_contiguous():
         return units[0].unsqueeze(0)
     return torch.stack(list(units))

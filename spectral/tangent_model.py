@@ -75,8 +75,8 @@ SPACES = {
     torch.float32: EXACT,
     torch.float64: EXACT,
 }
-"""Krylov space for each dtype of the matmuls in msign. A resolvent costs a factorisation; its
-powers are cheap."""
+"""Krylov space for each dtype of the matmuls in msign. A resolvent requires a factorisation;
+further powers of the resolvent are cheap."""
 SYSTEM_ELEMENTS = 3 << 27
 """Number of shifted-system elements to solve at a time on devices not listed in `CACHE_ELEMENTS`:
 3 GiB in float64, or both systems of 48 matrices with 2,048 rows."""
@@ -253,7 +253,7 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
 
     The space is spanned by `pair` `[batch, 2, rows]` and its products with powers of `gram` and of
     the resolvents. Linearly dependent rows are zero. Systems are solved in batches of at most
-    `elements` elements, or the device's limit if larger.
+    `elements` elements, or the device's limit if this limit is larger.
     """
     rows, shifts = gram.shape[1], space.shifts
     squares = scale[:, None] * constant(shifts, torch.float64, gram.device)
@@ -375,9 +375,9 @@ smaller blocks leave fewer rows to the library's slow factorisation. An H200 fac
 1,024 rows (library: 24.6 ms), and 48 systems of 512 rows in 1.4 and 1.5 ms with blocks of 128 and
 256 (library: 1.6 ms). These times were measured with one matmul per pair of blocks."""
 JOINED = 4
-"""Number of blocks to join for `solve`, except on CPU. Systems of up to 1,024 rows are then solved
-in two launches. For 2,048 rows, the joined inverses take a quarter of the factor's FLOPs and half
-its memory."""
+"""Number of consecutive blocks to join for `solve`, except on CPU. Systems of up to 1,024 rows are
+then solved in two launches. For 2,048 rows, the joined inverses take a quarter of the factor's
+FLOPs and half its memory."""
 
 
 class Block(NamedTuple):
@@ -487,8 +487,8 @@ def tangent_cost(
 ) -> float:
     """Return the FLOPs of a tangent solve: the model's FLOPs plus `evaluations` times `msign`.
 
-    Building the model takes a Gram matrix, one factorisation per shift, and a projection onto the
-    model's basis. `dtype` is the dtype of the matmuls in msign.
+    Building the model requires a Gram matrix, one factorisation per shift, and a projection onto
+    the model's basis. `dtype` is the dtype of the matmuls in msign.
     """
     shifts, resolvents, products = SPACES[dtype]
     model = gram_cost(short, long) + len(shifts) * factorization_cost(short)

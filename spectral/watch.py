@@ -50,7 +50,7 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
-"""Maps operations that multiply two consecutive arguments to the position of the first one."""
+"""Maps operations that multiply two consecutive arguments to the position of the first argument."""
 FILLS = ("where", "lerp", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without multiplying them."""
@@ -565,7 +565,8 @@ class Watch(TorchDispatchMode):
         return isinstance(self.numbers.record(columns.max()), Sums)
 
     def _choose_weights(self, sides: Sequence[Side], out: Tensor) -> None:
-        """Mark weights as hidden if activations multiply their whole matrices, as in mixtures."""
+        """Mark weights as hidden if activations multiply whole matrices, as in a mixture of
+        weights."""
         for side, factor in permutations(sides, 2):
             shared, kept = side.axes(factor)
             chosen = factor.columns is not None or factor.facts.is_active

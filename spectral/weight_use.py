@@ -193,7 +193,7 @@ class Use:
         """Return the sets of each stack entry if entries are used one by one, else all sets as one
         item.
 
-        Each entry's columns are numbered like those of the first entry.
+        Each entry's columns are numbered like the columns of the first entry.
         """
         if not self.stacked or 0 in self.outputs:
             return [self.sets]
@@ -208,8 +208,8 @@ class Use:
     def _cuts(self, own: Mapping[str, set[tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
         """Yield the sets of columns that divide the outputs.
 
-        If any layer uses all outputs, layers that only use part of them, such as blocks, do not
-        divide the outputs. A set divides each group of which it contains at least two columns.
+        If any layer uses all outputs, layers that only use part of the outputs, such as blocks, do
+        not divide the outputs. A set divides each group of which it contains at least two columns.
         """
         groups = own.get(GROUP, set())
         group = defaultdict(int, {c: i for i, columns in enumerate(groups) for c in columns})
@@ -270,7 +270,7 @@ def _division(
 ) -> Division:
     """Return the division implied by the matmuls' axes and the sets of columns.
 
-    Raises ValueError if there is none.
+    Raises ValueError if no division matches.
     """
     if not outputs:
         return Division()

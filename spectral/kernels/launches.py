@@ -32,7 +32,7 @@ CHANGED: Final[Mapping[str, tuple[str, ...]]] = {
     "momentum_kernel": ("grad", "mean"),
     "update_kernel": ("weight",),
 }
-"""Arguments that are both read and written by each kernel."""
+"""Arguments of each kernel that are both read and written."""
 
 FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
     "symmetric_kernel": lambda a, programs: 2 * programs * a["BLOCK"] ** 2 * a["depth"],

@@ -85,7 +85,7 @@ symmetric = partial(product, symmetric=True)
 
 
 def _mirror_(x: Tensor) -> None:
-    """Mirror the lower triangle of `x` `[batch, n, n]` to the upper one, using little memory."""
+    """Mirror the lower triangle of `x` `[batch, n, n]` upwards, using little memory."""
     n = x.shape[-1]
     if n <= 64:
         x.tril_().add_(x.tril(-1).mT)

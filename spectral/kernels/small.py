@@ -16,7 +16,7 @@ SMALLEST = 16
 """Minimum side of a tile in a matmul."""
 WARPS = 4
 STAGES = 1
-"""Software pipeline stages; with more, the vectors would not fit in registers."""
+"""Software pipeline stages; with more stages, the vectors would not fit in registers."""
 COLUMNS = 32
 """Number of vector columns read by each matmul."""
 

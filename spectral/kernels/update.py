@@ -4,14 +4,14 @@ The first pass updates the momentum and computes the step direction,
 
     M <- mu M + (1 - mu) G,    G <- mu M + (1 - mu) G with Nesterov momentum, else M.
 
-It moves 16 bytes per element of float32 G and M. The reference, `MomentumRule.accumulate` in
+This pass moves 16 bytes per element of float32 G and M. The reference, `MomentumRule.accumulate` in
 PyTorch, takes two or three passes of 12 bytes per element.
 
 The last pass decays and updates the weights, and sums the squares of the update,
 
     W <- (1 - lr decay) W - step D,    and sum D^2 per program.
 
-It moves 10 bytes per element of float32 W and 16-bit D. For rules with retraction, this pass first
+This pass moves 10 bytes per element of float32 W and 16-bit D. For rules with retraction, it first
 rescales W. Each matrix's learning rate, decay and active flag are read on the device.
 """
 
@@ -30,7 +30,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Average one block of `grad` into `mean`. Both are contiguous `[numel]`."""
+    """Average one block of `grad` into `mean`. `grad` and `mean` are contiguous `[numel]`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     g = tl.load(grad + place, mask=inside, other=0.0)

@@ -173,9 +173,9 @@ class MuonPlusPlusRule(RadiusRule):
 
         Reports ||W||_2.
 
-        The update leaves the triplet (u, v, sigma) unchanged, so iterations started from it would
-        never find a singular value that has overtaken sigma. ||W||_2 is therefore computed as the
-        larger of sigma and the top singular value of W - sigma u v^T.
+        The update leaves the triplet (u, v, sigma) unchanged, so iterations started from this
+        triplet would never find a singular value that has overtaken sigma. ||W||_2 is therefore
+        computed as the larger of sigma and the top singular value of W - sigma u v^T.
         """
         other, u, v = self.competitor(weight, (sigma, state["u"], state["v"]), state)
         overtaken = (other > sigma)[:, None]

@@ -16,7 +16,7 @@ Strategy = Literal["auto", "ping_pong"]
 """Placement strategy; see `place`."""
 
 SLACK = 0.02
-"""Largest relative increase of the maximum load that sending fewer elements can justify."""
+"""Largest relative increase of the maximum load that is accepted to send fewer elements."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def longest_processing_time(
     the maximum load is at most 4/3 of the optimum (Graham, 1969).
 
     If `holders` (the number of elements of each item on each rank) is given, two methods are used
-    to reduce the number of elements sent, and the better result is returned. The first swaps items
-    of equal cost. The second assigns each item to the rank that holds most of its elements, as long
-    as no load exceeds `1 + SLACK` times the maximum load without `holders`.
+    to reduce the number of elements sent, and the better result is returned. The first method swaps
+    items of equal cost. The second method assigns each item to the rank that holds most of its
+    elements, as long as no load exceeds `1 + SLACK` times the maximum load without `holders`.
     """
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:
