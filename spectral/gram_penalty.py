@@ -29,8 +29,8 @@ def gram_penalty_and_grad(
 
     Args:
         w: `[..., rows, cols]`; the gradient has the same shape and dtype.
-        power: 2 for E / N, 1 for its square root, whose gradient is set to zero (a subgradient)
-            where E = 0.
+        power: 2 for E / N, 1 for sqrt(E / N). Where E = 0, the gradient of the square root is set
+            to zero (a subgradient).
         side: "in" for the Gram matrix W^T W of the columns (`cols` inputs), "out" for W W^T.
         normalize: N is 1 (None), ||W||_F^4 ("frobenius") or n (n - 1) for an n x n Gram matrix
             ("size").

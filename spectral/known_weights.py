@@ -74,8 +74,8 @@ KNOWN = {
     "dt_proj": "intermediate_size",
     "in_proj_qkv": "num_k_heads*head_k_dim num_k_heads*head_k_dim num_v_heads*head_v_dim",
 }
-"""Maps weight names to attributes of the enclosing module that hold the row counts of the
-consecutive matrices in the weight."""
+"""Maps weight names to attributes of the enclosing module. The attributes contain the row counts of
+the consecutive matrices in the weight."""
 ATTENTION = re.compile(
     r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
     r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"

@@ -318,7 +318,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             group["param_names"] = [self._names[parameter] for parameter in params]
 
     def _completed(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in all fields of a group's rule; raises the errors of `SpectralOptimizer`."""
+        """Fill in all fields of a group's rule. Raises the same errors as `SpectralOptimizer`."""
         name = param_group.get("rule", self.defaults["rule"])
         settings = dict(param_group)
         rename_(name, settings)

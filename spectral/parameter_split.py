@@ -146,11 +146,11 @@ def split_parameters(
         lr: learning rate for AdamW.
 
     Raises:
-        ValueError: if a weight looks like several matrices or its use is unclear, if rows do not
-            divide a weight, if a pattern matches nothing, if patterns specify different divisions
-            of a parameter, if an entry of `elementwise` belongs to another model, if parameters are
-            flattened, if no parameter is left for the optimizer's rule, or if the forward pass on
-            `example` does not use a weight or does not reveal its division.
+        ValueError: if a weight looks like several matrices or its use is unclear, or if the forward
+            pass on `example` does not use a weight or does not reveal its division. Also if rows do
+            not divide a weight, a pattern matches nothing, patterns specify different divisions of
+            a parameter, an entry of `elementwise` belongs to another model, parameters are
+            flattened, or no parameter is left for the optimizer's rule.
         TypeError: if `module`, `units` or an entry of `elementwise` has the wrong type.
     """
     if not isinstance(module, nn.Module):

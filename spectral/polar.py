@@ -102,8 +102,8 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 GRAM_GAIN = {torch.float16: 33.0, torch.float32: 400.0, torch.float64: 400.0}
-"""Per-dtype bound on `M g` between two restarts of the Gram form, where M is the largest singular
-value before the first restart and g is the product of the slopes at zero of the steps in between.
+"""Per-dtype bound on `M g` between two restarts of the Gram form. M is the largest singular value
+before the first restart, and g is the product of the slopes at zero of the steps in between.
 
 A rounding error e in the Gram matrix becomes `(M g)^2 e` in the null directions (at most 0.5 in
 float16). A rounding error e in the factor becomes `M g e` in all directions (at most 0.02). Dtypes

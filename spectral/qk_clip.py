@@ -24,8 +24,8 @@ def clip_qk_(
     Args:
         query, key: weights `[heads size, inputs]` and `[groups size, inputs]`, or biases.
         logits: `[heads]`, a plain tensor: each head's largest pre-softmax logit in the last step,
-            across all ranks; or an upper bound, such as a head's largest query norm times its
-            largest key norm, divided by the square root of the head dimension.
+            across all ranks. Upper bounds are also allowed, such as a head's largest query norm
+            times its largest key norm, divided by the square root of the head dimension.
         threshold: maximum allowed logit; must be positive.
         balance: exponent of the factor for queries, in [0, 1]; the exponent for keys is
             `1 - balance`.

@@ -42,8 +42,8 @@ from the last call are then multiplied by the result NEARBY_ROUNDS times, and or
 each matmul. The 32nd powers of singular values separate all values that float64 can distinguish. A
 single matmul with higher powers would leave rounding errors that differ between layouts."""
 SQUARINGS = (7, 7, 7)
-"""Number of squarings between normalisations of the projected matrix, within float64's range.
-Together, all squarings distinguish values 1e-6 apart."""
+"""Number of squarings between normalisations of the projected matrix. The powers stay within
+float64's range. Together, all squarings distinguish values 1e-6 apart."""
 EXACT_ROWS = 64
 """Largest number of rows for which an eigensolver on `W W^T` beats the iteration on CPU."""
 SQUARES = 1e-25, 1e30

@@ -10,9 +10,9 @@ Only the rank-one term depends on lambda. Expanding msign's odd polynomial in pa
     f(lambda) = sum_j c_j u^T R_j y / (1 + y^T R_j y),    R_j = (N N^T + t_j^2)^-1,
 
 which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These matrices are
-computed from a projection of `N N^T` onto the rational Krylov space of a few resolvents, which
-approximates the resolvents at all other shifts to 1e-4 or better, for any number of rows. See
-docs/numerics.md for measurements.
+computed from a projection of `N N^T` onto the rational Krylov space of a few resolvents. The
+projection approximates the resolvents at all other shifts to 1e-4 or better, for any number of
+rows. See docs/numerics.md for measurements.
 
 Resolvents are applied by solving stacks of positive definite systems with few right-hand sides,
 without a host sync. The systems are factorised and solved with block matmuls, so the number of
@@ -370,10 +370,11 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
 
 BLOCK = 256
 """Number of rows per block, except on CPU (see `block_rows`). Larger blocks need fewer launches;
-smaller blocks leave fewer rows to the library's slow factorisation. An H200 factorises and solves
-48 float64 systems of 2,048 rows in 11.0, 9.9, 14.0 and 22.8 ms with blocks of 128, 256, 512 and
-1,024 rows (library: 24.6 ms), and 48 systems of 512 rows in 1.4 and 1.5 ms with blocks of 128 and
-256 (library: 1.6 ms). These times were measured with one matmul per pair of blocks."""
+smaller blocks leave fewer rows to the library's slow factorisation. With blocks of 128, 256, 512
+and 1,024 rows, an H200 factorises and solves 48 float64 systems of 2,048 rows in 11.0, 9.9, 14.0
+and 22.8 ms (library: 24.6 ms). With blocks of 128 and 256 rows, it factorises and solves 48 systems
+of 512 rows in 1.4 and 1.5 ms (library: 1.6 ms). These times were measured with one matmul per pair
+of blocks."""
 JOINED = 4
 """Number of consecutive blocks to join for `solve`, except on CPU. Systems of up to 1,024 rows are
 then solved in two launches. For 2,048 rows, the joined inverses take a quarter of the factor's
@@ -397,8 +398,8 @@ def blocks_of(rows: int, size: int = BLOCK) -> list[slice]:
 def block_rows(rows: int, device: torch.device) -> int:
     """Return the number of rows per block for systems with `rows` rows.
 
-    A single thread on an Intel Xeon with AVX-512 factorises a float32 system of 256 rows in 0.29,
-    0.42 and 0.55 ms with blocks of 64, 128 and 256 rows (library: 0.32 ms). With the same block
+    With blocks of 64, 128 and 256 rows, a single thread on an Intel Xeon with AVX-512 factorises a
+    float32 system of 256 rows in 0.29, 0.42 and 0.55 ms (library: 0.32 ms). With the same block
     sizes, a system of 1,024 rows with five solves takes 7.7, 6.6 and 7.2 ms (library: 20 ms).
     """
     if device.type != "cpu":
