@@ -116,7 +116,8 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     if moe.experts // groups < 2:
         yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
     if groups > 1 and moe.top_k // used != 2:
-        rule = f"top_k must be at least 2 and less than 3 times top_groups = {used}"
+        least, limit = 2 * used, 3 * used
+        rule = f"top_k must be at least {least} and less than {limit} with top_groups = {used}"
         yield rule, str(moe.top_k)
 
 

@@ -35,12 +35,12 @@ DEEPSEEK = [
     (["model.moe.expert_groups=8"], "model.moe.experts must be at least twice expert_groups = "),
     (
         ["model.moe.expert_groups=2", "model.moe.top_groups=2"],
-        "model.moe.top_k must be at least 2",
+        "model.moe.top_k must be at least 4 and less than 6 with top_groups = 2",
     ),
     *(
         (
             ["model.moe.expert_groups=2", f"model.moe.top_k={top_k}"],
-            f"model.moe.top_k must be at least 2 and less than 3 times top_groups = 1, got {top_k}",
+            f"model.moe.top_k must be at least 2 and less than 3 with top_groups = 1, got {top_k}",
         )
         for top_k in (1, 3)
     ),
