@@ -247,8 +247,9 @@ def declare_stage_units(
 def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
     """Return the parameter counts of `model` and its training FLOPs per token.
 
-    `sequence_length` is the number of tokens in a sequence. For packed documents, it is the length
-    of equally long documents in which a token attends to as many keys on average as in the data.
+    `sequence_length` is the number of tokens in a sequence. If attention does not cross document
+    boundaries, it is the attended length instead: on average, a token attends to as many keys as if
+    all documents had this length.
 
     Per token, the forward and backward passes cost 6 FLOPs for each element of every active matrix.
     An embedding that is not tied to the head is only a lookup and costs nothing. Per layer and

@@ -150,8 +150,7 @@ class CoreAttention(torch.nn.Module):
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    document boundaries, which attention does not cross; None if each sequence is
-                     one document
+        documents    document boundaries, which attention does not cross; None: no boundaries
         """
         raise NotImplementedError
 
@@ -220,8 +219,8 @@ class CoreAttention(torch.nn.Module):
 class SDPACoreAttention(CoreAttention):
     """Attention using PyTorch's scaled_dot_product_attention.
 
-    For float32 on GPUs, KV heads are repeated in memory, once per query head. Otherwise KV heads
-    are not copied.
+    Each KV head is copied in memory for every query head of its group, but only for float32 on
+    GPUs.
     """
 
     def attend(
@@ -293,8 +292,7 @@ def causal_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    document boundaries, which attention does not cross; None if each sequence is one
-                 document
+    documents    document boundaries, which attention does not cross; None: no boundaries
     """
     few = key.shape[0] * key.shape[-1] <= SMALL_KEYS
     if is_slow(query) or (few and query.is_cpu and query.dtype == torch.bfloat16):

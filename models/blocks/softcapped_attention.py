@@ -67,8 +67,7 @@ def softcapped_attention(
         cap: soft cap on the scaled scores, or None.
         window: number of keys that a query attends to, including the one at its own position; None
             for all previous keys.
-        documents: document boundaries, which attention does not cross; None if each sequence is
-            one document.
+        documents: document boundaries, which attention does not cross; None: no boundaries.
     """
     groups = key.shape[2]
     q = query.permute(1, 2, 0, 3).unflatten(1, (groups, -1)).flatten(0, 1)  # [b g, n, s, d]

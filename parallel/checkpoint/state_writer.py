@@ -64,7 +64,7 @@ class StatePlanner(DefaultSavePlanner):
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
-        """Copy this rank's part of the state to host memory, and return the rank's save plan.
+        """Copy to host memory the tensors that this rank saves, and return the rank's save plan.
 
         Collective: all ranks must call this method. `state` must contain the same tensors in every
         call.

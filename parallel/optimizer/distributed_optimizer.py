@@ -154,13 +154,14 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def guard_pc(self) -> tuple[Tensor, Tensor]:
-        """Return the largest normalised singular value and the gamma of each PC layer, both
-        `[units]`.
+        """Return the largest normalised singular value and the gamma of each unit in PC layers,
+        both `[units]`.
 
-        The result covers the materialized PC layers that this rank owns, and its in-graph PC
-        layers. Correct singular values are in [0, 1.1]. Tracked singular vectors that do not belong
-        to the largest singular value are replaced. Only call this on logging steps, because it
-        costs about fifty passes over the weights.
+        The result covers the materialized PC layers that this rank owns. Each in-graph PC layer is
+        included on only one of the ranks that hold the layer. Correct singular values are in [0,
+        1.1]. Tracked singular vectors that do not belong to the largest singular value are
+        replaced. Only call this on logging steps, because it costs about fifty passes over the
+        weights. Collective over the stage.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
@@ -197,9 +198,9 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def rescalings(self) -> dict[str, tuple[str, float]]:
-        """Return a dict that maps matrix names to (rule name, factor). The dict covers all matrices
-        whose rule rescales the matrix to a radius, except PC layers. The factor is this radius
-        divided by the norm of the current weight. Collective."""
+        """Return (rule name, factor) for each matrix whose rule rescales the matrix to a radius,
+        keyed by matrix name. Materialized PC layers are omitted. The factor is this radius divided
+        by the spectral norm of the current weight. Collective."""
         self.model.wait_for_weights()
         found = {
             unit.name: (rule, factor)

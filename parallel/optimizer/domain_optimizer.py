@@ -152,7 +152,8 @@ class DomainOptimizer:
 
     def rescalings(self) -> Iterator[tuple[Unit, str, float]]:
         """Yield (unit, rule name, factor) for each owned matrix that is rescaled to a radius by its
-        rule. PC layers are omitted. `factor` is radius / norm. Collective over the stage."""
+        rule. Materialized PC layers are omitted. `factor` is radius / spectral norm. Collective
+        over the stage."""
         for group in self.step_groups:
             weights = gathered_weights(group.stacks, group.exchange, self.buffers)
             for stack in group.stacks:

@@ -190,8 +190,8 @@ class StepShape:
     sequence_length  tokens per sequence, before the context-parallel split
     microbatches     micro-batches per rank and step
     operands         operand type of large matmuls, a key of `Device.peak`
-    attended         length of equally long documents in which a token attends to as many keys on
-                     average as in the data; None if attention crosses document boundaries
+    attended         attended length: on average, a token attends to as many keys as if all
+                     documents had this length; None if attention crosses document boundaries
     """
 
     model: ModelConfig
@@ -215,8 +215,7 @@ class StepShape:
 
     @property
     def stream(self) -> int:
-        """Number of residual-stream elements on one rank, divided by `tokens`, the number of
-        tokens."""
+        """Number of residual-stream elements on one rank, divided by `tokens`."""
         return self.model.hidden // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property

@@ -224,8 +224,8 @@ class BucketPlanner:
     Attributes:
         ranks: data-parallel size.
         alignment: shard sizes are multiples of this number of elements. If a bucket would need more
-            than half a percent of padding, the alignment is halved until it needs less, but not
-            below 8.
+            than half a percent of padding, the alignment is halved repeatedly, but not below 8,
+            until the padding is small enough.
         parameter_bytes: bytes per all-gathered element.
         preconditioned: returns whether a unit is a PC layer whose owner stores W; only used for
             parameters narrower than float32, because wider ones need no master weights.
@@ -276,9 +276,10 @@ def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
     """Assign parameters to buckets, and return the names in each bucket, in backward order. `sizes`
     maps parameter names to numbers of elements, in forward order.
 
-    A bucket holds at most two layers. The size limit is 40M elements or the size of the largest
-    layer, whichever is larger. It never exceeds twice the size of the largest layer. Consecutive
-    parameters outside layers share a bucket, even if they exceed the limit.
+    A bucket holds at most two layers. The size limit of a bucket is 40M elements or the size of the
+    largest layer, whichever is larger, but at most twice the size of the largest layer. Consecutive
+    parameters outside layers are never split across buckets, even if their total size exceeds the
+    limit.
     """
     layer_sizes = Counter[str]()
     for name, size in sizes.items():
