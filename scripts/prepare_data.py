@@ -197,8 +197,8 @@ def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
 
 
 def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
-    """Return the plan for a corpus in scripts/data/corpora.yaml, and the path of the tokenizer. The
-    default is the corpus's own tokenizer."""
+    """Return the plan for a corpus in scripts/data/corpora.yaml, and the path of the tokenizer.
+    `--tokenizer` replaces the corpus's own tokenizer."""
     corpora = read_corpora()
     if options.corpus not in corpora:
         names = ", ".join(corpora)

@@ -191,8 +191,8 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
 def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     """Yield messages about damaged lines and missing steps in a log.
 
-    metrics.jsonl and monitors.jsonl must contain a line at every logging interval up to the newest
-    checkpoint. At each start, the run logs an event with these intervals.
+    Up to the newest checkpoint, metrics.jsonl and monitors.jsonl must contain every step that is a
+    multiple of the file's interval. At each start, the run logs an event with both intervals.
     """
     from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines

@@ -293,9 +293,9 @@ class Pipeline:
     ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
         """Yield (input number, tokens, bytes) for each remaining document of a portion.
 
-        The caller must add the documents to `files`. Between chunks, `files` are synced and then
-        the progress is saved. Raises DataError if the tokenizer changes the text of too many
-        documents.
+        The caller must add the documents to `files`. Between chunks, `saver` periodically syncs
+        `files` and then saves the progress. Raises DataError if the tokenizer changes the text of
+        too many documents.
         """
         progress = self.progress
         decoded = progress.decoded.setdefault(plan.name, RoundTrip())

@@ -124,8 +124,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
 
 def _content(source: Path, path: Path) -> dict[str, Any]:
-    """Parse a tokenizer.json. If `source` contains no tokenizer.json, the error explains how to
-    convert a tokenizer."""
+    """Parse a tokenizer.json. If `source` is another file, or a folder without tokenizer.json, the
+    error explains how to convert a tokenizer."""
     try:
         return read_tokenizer_json(path)
     except DataError as error:

@@ -54,10 +54,10 @@ def deep_linear(
     weights converges at least geometrically, and faster with better conditioning.
 
     For every level, the experiment trains two networks. The first network has plain weights, which
-    are preconditioned once at the start. The second network has PC layers with trained raw weights.
-    All levels start from the same raw weights and initial residual. `widths` must first increase,
-    then decrease. The singular values of a raw weight decay geometrically from 1 to `smallest`.
-    `residual` is the norm of the initial residual.
+    are preconditioned once at the start. The second network has PC layers, whose raw weights are
+    trained. All levels start from the same raw weights and initial residual. `widths` must first
+    increase, then decrease. The singular values of a raw weight decay geometrically from 1 to
+    `smallest`. `residual` is the norm of the initial residual.
     """
     raw = []
     for cols, rows in pairwise(widths):

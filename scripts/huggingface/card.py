@@ -21,7 +21,7 @@ tags: [spectrain]
 def card(
     info: CheckpointInfo, *, name: str, architecture: str, dtype: str, tokenizer: bool = True
 ) -> str:
-    """Return the text of README.md. `tokenizer` states whether the folder contains a tokenizer."""
+    """Return the text of README.md. `tokenizer` is True if the folder contains a tokenizer."""
     config = info.config
     separated = (
         "Documents are separated as in the source model."

@@ -133,7 +133,7 @@ def check_candidates(
 
 
 def hopeless_grids(study: Study) -> list[str]:
-    """Return a warning for each grid whose best value is always at an end (see `grid_ends`)."""
+    """Return a warning for each grid in which every value is at an end (see `grid_ends`)."""
     lines = []
     for name, variant in study.variants.items():
         grids: dict[str, set[float]] = {}

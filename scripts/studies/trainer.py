@@ -148,8 +148,8 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 
 class RunFailedError(InputError):
-    """Raised if the data changes during a run, or if a run ends without a loss for any reason other
-    than a nonfinite loss or gradient."""
+    """Raised if the data changes during a run. Also raised if a run ends without a loss, unless the
+    reason is a nonfinite loss or gradient."""
 
 
 class StudyTrainer:
@@ -307,11 +307,10 @@ class StudyTrainer:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Return the results of a run: the final validation loss, the final loss of each dataset, the
-    number of training tokens, and the validation losses by step.
+    """Return the results of a run: the final validation loss averaged over the datasets, the final
+    loss of each dataset, the number of training tokens, and the averaged validation losses by step.
 
-    Validation losses are in nats per token, averaged over the datasets. Losses that are not finite
-    are None.
+    Losses are in nats per token. Losses that are not finite are None.
     """
     metrics = read_metrics(folder)
     validated = [line for line in metrics if "val/loss" in line]

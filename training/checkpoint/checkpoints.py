@@ -219,8 +219,8 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError if two attempts fail to create a temporary file in the run's folder
-    `checkpoints`."""
+    """Raise InputError if creating a temporary file in the run's folder `checkpoints` fails
+    twice."""
     folder = Path(run_dir) / FOLDER
     for last in (False, True):
         try:

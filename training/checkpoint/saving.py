@@ -188,7 +188,7 @@ class Saver:
         print(f"warning: rank {self.groups.rank}: {text}; {where}", flush=True)
 
     def advance(self) -> None:
-        """Continue a save. Call this once every rank has finished its part of the save.
+        """Continue a save. Call this after all ranks have finished their parts of the save.
 
         After all tensors have been written, rank 0 seals the checkpoint and removes old checkpoints
         in the background.

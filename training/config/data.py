@@ -136,9 +136,9 @@ class ValidationConfig(Section):
     samples: Count | None = None
     """Number of sequences to evaluate from each validation set; null = the whole set."""
     samples_interval: Whole = 0
-    """Number of steps between text samples; 0 disables samples. A sample continues the first tokens
-    of a validation set by greedy decoding. Samples are written to metrics.jsonl and shown in
-    report.html."""
+    """Number of steps between text samples; samples are also generated after the last step. 0
+    disables samples. A sample continues the first tokens of a validation set by greedy decoding.
+    Samples are written to metrics.jsonl and shown in report.html."""
     samples_tokens: Count = 32
     """Number of tokens to generate per sample; each token costs a forward pass on one sequence per
     validation set."""

@@ -112,8 +112,8 @@ class DistributedConfig(Section):
     """
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Number of step groups. Buckets are updated group by group; a group's new weights are gathered
-    while the next group is updated. null = the smallest number, but at most four, for which each
-    group contains at most 2^27 elements per rank."""
+    while the next group is updated. null = the smallest number for which each group contains at
+    most 2^27 elements per rank, but at most four."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Dtype in which ranks exchange the momentum and updates of split matrices; null =
     train.precision."""

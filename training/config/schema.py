@@ -39,7 +39,8 @@ class RunConfig(Section):
     """Folder to which the run writes all of its output."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on. cuda: one GPU per rank; cpu: no GPU; auto: cuda if the machine has GPUs,
-    else cpu. If CUDA fails to initialize on a machine with GPUs, the run exits with an error."""
+    else cpu. If the machine has GPUs but CUDA fails to initialize, the run exits with an error
+    unless device is cpu."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, which slows down the attention backward pass. Operations
     without a deterministic kernel are listed in a warning."""

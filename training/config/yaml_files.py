@@ -338,7 +338,7 @@ def _parsed(text: str) -> Content | None:
 def _checked(text: str) -> yaml.Node | None:
     """Return the root node of YAML text. Raises YAMLError for more than `MOST_VALUES` values, for a
     value that does not match its tag, for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10,
-    and for keys such as no and 1e3, which YAML 1.1 reads as false and 1000.0."""
+    and for keys such as no and 1e3, which OmegaConf reads as false and 1000.0."""
     root = yaml.compose(text, _SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
     for node in nodes:  # grows during the loop, and without end if an alias contains itself

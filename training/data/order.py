@@ -88,7 +88,8 @@ class Progress:
     left_out    ranges [first, end) of samples left out by rewinds
     unreported  metrics of the last step, if the run stopped before reporting them
     phase       the current phase
-    read        in a checkpoint, counts of each set so far; None if saved by an earlier version
+    read        in a checkpoint, samples and tokens read from each set so far; None if the
+                checkpoint was saved by an earlier version
     """
 
     step: Whole = 0

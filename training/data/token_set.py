@@ -86,9 +86,9 @@ class TokenSet:
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
 
     def sample(self, index: int, borders: Borders) -> NDArray[np.int64]:
-        """Return window `index`. If borders are needed, add a second row with the position in the
-        window at which each token's document starts. The shape is then `[2, sequence_length +
-        1]`."""
+        """Return window `index`. If borders are needed, add a second row: for each token, the
+        position in the window at which the token's document starts. The shape is then `[2,
+        sequence_length + 1]`."""
         window = self.window(index)
         if not borders.needed:
             return window

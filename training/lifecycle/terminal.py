@@ -68,8 +68,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 class Interrupts:
-    """Handles three signals: SIGINT, SIGTERM before training, and the signal that the process
-    receives after a second Ctrl-C.
+    """Handles SIGINT. Before training and after a first Ctrl-C, also handles SIGTERM.
 
     A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks. The ranks may also
     receive this SIGINT directly from the terminal. After a second Ctrl-C, the launcher sends

@@ -367,8 +367,8 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return the number of consecutive updates to compare; the last of these updates is the update
-    of the monitored step."""
+    """Return the number of consecutive updates to compare, up to and including the update of the
+    monitored step."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)

@@ -174,8 +174,8 @@ class Allocations:
     """Tracks each storage from its first use until the host frees it.
 
     live, peak   current bytes, and peak bytes since `peak` was reset
-    pools        peak bytes allocated while each stream was current: PyTorch's allocator uses one
-                 pool per stream, and other streams cannot use the freed memory of this pool
+    pools        peak bytes in the memory pool of each stream. PyTorch's allocator uses the pool of
+                 the current stream, and other streams cannot reuse the memory in this pool
     """
 
     def __init__(self, order: StreamOrder) -> None:

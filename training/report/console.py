@@ -28,8 +28,9 @@ def start_line(config: Config) -> str:
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:
-    """Yield console lines on the model, layout, tokens and update rules. A line is added if
-    `val/loss` weights all validation sets equally. The vocabulary size must be set in `config`."""
+    """Yield console lines on the model, layout, tokens and update rules. With several validation
+    sets, a line is added if `val/loss` weights these sets equally. The vocabulary size must be set
+    in `config`."""
     train, optimizer = config.train, config.optimizer
     size = model_size(config.model, train.sequence_length)
     model = f"{config.model.family} with {short(size.parameters)} parameters"

@@ -34,8 +34,8 @@ class WandbTracker:
 
     The step is logged as a separate metric, `progress/step`: a run resumed from a checkpoint
     repeats some steps, but wandb rejects a step that is lower than the last step. An offline run
-    writes a new folder at each start. When `wandb sync` uploads a folder, it replaces the data of
-    earlier folders. Each folder therefore also contains all earlier steps.
+    writes a new folder at each start. If several folders of a run are uploaded with `wandb sync`,
+    only the data of the last folder remains. Each folder therefore also contains all earlier steps.
     """
 
     def __init__(self, config: Config, run_id: str, step: int) -> None:
