@@ -51,7 +51,7 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
 """Maps operations that multiply two consecutive arguments to the position of the first argument."""
-FILLS = ("where", "lerp", "copy", "masked_fill")
+FILLS = ("where", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without multiplying them."""
 COPIES = ("clone", "_to_copy", "copy", "mul", "div")
@@ -64,12 +64,12 @@ CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 
 """Maps operations that choose among columns to the position of their axis argument."""
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 """Operations that choose among columns if one operand is the maximum or minimum of the columns."""
-ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
-"""Maps operations that add values to elements to operations that overwrite the same elements."""
+ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter", "scatter_reduce": "scatter"}
+"""Maps operations that combine values with elements to operations that overwrite the elements."""
 MOVES = re.compile(
     r"cat|stack|(_unsafe_)?index(_select|_put|_copy|_add)?|gather|take|repeat|roll|flip|rot90"
     r"|im2col|constant_pad_nd|(reflection|replication)_pad\dd|(slice_|select_|masked_)?scatter"
-    r"|scatter_add|masked_select|diagonal_copy|(pixel|channel)_(un)?shuffle|tril|triu|diag_embed|unfold_copy"
+    r"|scatter_(add|reduce)|masked_select|diagonal_copy|(pixel|channel)_(un)?shuffle|tril|triu|diag_embed|unfold_copy"
 )
 STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
@@ -402,8 +402,7 @@ class Watch(TorchDispatchMode):
             layer = any(self.facts(t).is_parameter for t in operands if t.ndim > 1)
             for use in [] if layer else scaled:
                 use.hidden = use.hidden or "a weight computed from activations or several weights"
-        kept = COPIES if active else (*COPIES, *ADDITIONS)
-        if not (name.rstrip("_") in kept or MOVES.fullmatch(name)):
+        if not (name.rstrip("_") in (*COPIES, *ADDITIONS) or MOVES.fullmatch(name)):
             scaled = frozenset()  # a decay, for example, is no weight
         replaced = name[-1] == "_" != name[-2] and (name[:-1] not in COPIES or len(operands) > 1)
         bends = (
@@ -464,8 +463,7 @@ class Watch(TorchDispatchMode):
         sides = [self._side(t, out) for t in operands if _broadcasts(t, out)]
         whole = [side for side in sides if side.tensor.shape == out.shape]
         distinct, full, result = self._distinct(sides), whole or sides, self.facts(out)
-        if name == "mul":
-            self._choose_weights(sides, out)
+        self._choose_weights(name, sides, out)
         nothing = out.new_empty(0)  # activations must not be kept alive
         kept = [s if s.tensor in self.weights else s._replace(tensor=nothing) for s in sides]
         if name == "mul" and len(sides) == 2:
@@ -564,17 +562,17 @@ class Watch(TorchDispatchMode):
         """Return whether some columns are sums."""
         return isinstance(self.numbers.record(columns.max()), Sums)
 
-    def _choose_weights(self, sides: Sequence[Side], out: Tensor) -> None:
+    def _choose_weights(self, name: str, sides: Sequence[Side], out: Tensor) -> None:
         """Mark weights as hidden if activations multiply whole matrices, as in a mixture of
         weights."""
         for side, factor in permutations(sides, 2):
-            shared, kept = side.axes(factor)
+            _, kept = side.axes(factor)
             chosen = factor.columns is not None or factor.facts.is_active
             if side.tensor in self.weights and chosen:
-                if len(kept) > 1:
+                if len(kept) > 1 and name == "mul":
                     operation = "a product with activations, which may choose a weight,"
                     self._hide([side.tensor], operation)
-                elif kept and shared and side.tensor.shape != out.shape:
+                elif kept and side.tensor.shape != out.shape:
                     self.facts(out).scaled |= {self._use(side.tensor)}
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
@@ -607,9 +605,10 @@ class Watch(TorchDispatchMode):
 
         moved, there = [numbers(a) for a in args], None
         if name in ADDING_MOVES:
-            name, there = ADDING_MOVES[name], moved[0] + NONE
+            name, there, kwargs = ADDING_MOVES[name], moved[0] + NONE, {}
             moved[0] = torch.zeros_like(there)
-        moved = moved[: {"constant_pad_nd": 2, "index_put": 3}.get(name)]  # no fill value or flag
+        lengths = {"constant_pad_nd": 2, "index_put": 3, "scatter": 4}
+        moved = moved[: lengths.get(name)]  # no fill value, flag or kind of reduction
         result = getattr(torch.ops.aten, name)(*moved, **kwargs) + NONE
         if shadows is self.weights and name in LOOKUPS:
             self._look_up(args[0], moved[0] + NONE, result)

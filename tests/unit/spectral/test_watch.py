@@ -416,6 +416,7 @@ HALVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a power": lambda a, b: a.abs() ** b,
     "a minimum": torch.minimum,
     "an angle": torch.atan2,
+    "an interpolation": lambda a, b: torch.lerp(torch.ones(10), a, b.sigmoid()),
     "a product with a quotient": lambda a, b: a * b * torch.div(7, 2, rounding_mode="floor"),
     "a mean and its noise": lambda a, b: a + b.exp() * torch.randn_like(b),
     "an addition after an activation": lambda a, b: F.silu(a) + b,
@@ -1341,6 +1342,22 @@ def a_weight_whose_inputs_activations_scale(m: Any, x: Tensor) -> Any:
     return m.out(x[..., :6] @ (weights * weights.square().sum(-1, keepdim=True).rsqrt()).mT)
 
 
+CHANGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added in proportion": lambda weight, style: weight + weight * style,
+    "added": lambda weight, style: weight + style,
+    "divided": lambda weight, style: weight / style,
+}
+for name, changed in CHANGED.items():
+
+    def a_weight_that_activations_change(m: Any, x: Tensor, changed: Any = changed) -> Any:
+        return m.out(x[..., :6] @ changed(m.weight, m.style(x[:, 0])[:, None]).mT)
+
+    a_weight_that_activations_change.__name__ += f", {name}"
+    refused(f"weight: {COMPUTED_WEIGHT}", "style 12 6, weight 4x6, out 4 3")(
+        a_weight_that_activations_change
+    )
+
+
 @refused("weight: a sum of products makes the use", "weight 3x5x4, out 15 4")
 def groups_in_one_sum_of_products(m: Any, x: Tensor) -> Any:
     return m.out((x.unflatten(-1, (3, 1, 4)) * m.weight).sum(-1).flatten(-2))
@@ -1766,6 +1783,7 @@ def test_outputs_compared_with_the_largest_outputs_are_a_router(name: str) -> No
     assert (gate.rule, gate.reason) == ("adamw", "an operation chooses among its columns")
 
 
+PLACES = torch.tensor([0, 2, 2, 1, 0])
 OVER_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda h: h.max(1).values,
     "max, axis kept": lambda h: h.max(-2, keepdim=True).values,
@@ -1773,6 +1791,10 @@ OVER_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
     "sort": lambda h: h.sort(1).values,
     "argsort": lambda h: h.gather(1, h.argsort(1)),
     "argmax": lambda h: h.gather(1, h.argmax(1, keepdim=True)),
+    "sum of groups": lambda h: torch.zeros(2, 3, 8).index_add(1, PLACES, h, alpha=0.5),
+    "mean of groups": lambda h: torch.zeros(2, 3, 8).scatter_reduce(
+        1, PLACES[:, None].expand_as(h), h, "mean", include_self=False
+    ),
     "maximum of lengths": lambda h: h * (h < h.long().max()),
     "larger of lengths": lambda h: h * (h < torch.max(h.long(), (2 * h).long())),
 }
