@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from math import prod
 from typing import Any
 
@@ -161,7 +161,7 @@ class KnownWeights:
             return Seen(None, f"{reason}, each with a side of 1", decays=False)
         outputs = parameter.shape[int(division.transposed)]
         for headed in self.headed if reason.startswith("one matrix") else ():
-            sizes = {x.inputs for x in self.layers.within(headed)} or {0}
+            sizes = {x.inputs for x in self.layers.within(headed) if x.multiplies} or {0}
             if sizes & {0, outputs} and all(inner is not headed for _, inner in weight.path):
                 why = f"{kind_of(headed)} may divide its inputs into heads"
                 raise Unclear(f" looks like several matrices fused into one: {why}")
@@ -238,10 +238,13 @@ class KnownWeights:
             return
         for (name, _), (_, around) in pairwise(weight.path[_base(weight) :]):
             yield name, around
-            only = sum(layer.multiplies for layer in self.layers.within(around)) == 1
             last = isinstance(around, nn.Sequential) and self._last(around) is weight.module
-            if not (only or last or name in WRAPPERS):
+            if not (self._holds_one_layer(around) or last or name in WRAPPERS):
                 return
+
+    def _holds_one_layer(self, module: nn.Module) -> bool:
+        """Return whether a module contains exactly one matmul layer."""
+        return sum(layer.multiplies for layer in self.layers.within(module)) == 1
 
     def _last(self, module: nn.Module) -> nn.Module | None:
         """Return the last matmul layer in a module."""
@@ -261,11 +264,12 @@ class KnownWeights:
         if self.single:
             return False, "one matrix"
         inside = any(module in self.blocks for _, module in scopes)
-        if not inside and (found := self._outside(weight, layer)) is not None:
-            return found
+        found = None if inside else self._outside(weight, layer)
+        if found:
+            return True, found
         if why := self._contained(weight, layer):
             raise Unclear(f" looks like several matrices fused into one: {why}")
-        for _, scope in scopes:
+        for _, scope in scopes if found is None else ():
             later = self.layers.after(inner, scope)
             if any(x.inputs == outputs for x in self.layers.before(inner, scope) + later):
                 return False, "one matrix"
@@ -276,33 +280,31 @@ class KnownWeights:
         why = f"no layer uses its {outputs} outputs"
         raise Unclear(f" looks like an output head or several matrices fused into one: {why}")
 
-    def _outside(self, weight: Weight, layer: Layer) -> tuple[bool, str] | None:
-        """Return whether a layer outside repeated blocks is an output layer, and the evidence.
+    def _outside(self, weight: Weight, layer: Layer) -> str | None:
+        """Return the evidence that a layer outside repeated blocks is an output layer.
 
-        Returns None if the answer depends on other layers in the enclosing modules. Raises Unclear
-        if the layer could be either an output layer or a single matrix.
+        The evidence is "" if no later layer uses its outputs. Returns None if the answer depends on
+        other layers in the enclosing modules. Raises Unclear if the layer could be either an output
+        layer or a single matrix.
         """
         later, again, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == layer.outputs}
         if any((own := Layer.of(m)) and own.inputs == layer.outputs for _, m in weight.path[1:]):
             return None  # the enclosing head also has a weight
-        if takers:
-            if takers <= again:
-                why = "all layers that could use its outputs also run before it"
-                raise Unclear(f" could be an output head or a single matrix: {why}")
-            if takers & self.repeated and self._may_end(weight, layer, later, mixer):
-                why = "other blocks run after it"
-                raise Unclear(f" could be an output head or a single matrix: {why}")
+        reason, why = "" if takers else self._head(weight, layer, later), ""
+        if takers and takers <= again:
+            why = "all layers that could use its outputs also run before it"
+        elif takers & self.repeated and self._may_end(weight, layer, later, mixer):
+            why = "other blocks run after it"
+        elif takers:
             return None
-        reason = self._head(weight, layer, later)
-        user = self._user(weight)
-        if reason.endswith(": a head") and (user or mixer):
+        elif reason.endswith(": a head") and (user := self._user(weight)):
+            why = f"{user} also uses its weight directly"
+        elif reason.endswith(": a head") and mixer:
             why = f"{mixer} adds or multiplies activations after it"
-            why = f"{user} also uses its weight directly" if user else why
+        if why:
             raise Unclear(f" could be an output head or a single matrix: {why}")
-        if reason:
-            return True, reason
-        return None if later else (False, "one matrix, unless it is a head")
+        return reason
 
     def _user(self, weight: Weight) -> str:
         """Return the class of a module that uses the weight of a child directly, or ""."""
@@ -374,7 +376,7 @@ class KnownWeights:
                 layers = self.layers.within(child) if child is not inner else []
                 later += layers if f".{n}" in words else []
                 again |= {x.module for x in layers if f".{n}" in before}
-            if PRODUCTS.intersection(words) or (
+            if {*PRODUCTS, "linear"}.intersection(words) or (
                 "+" in words and self.blocks.isdisjoint(scope.modules())
             ):
                 mixer = mixer or kind_of(scope)
@@ -382,20 +384,24 @@ class KnownWeights:
 
     def _cuts(self, weight: Weight) -> str:
         """Return the reason why a forward pass may divide a layer's outputs, or ""."""
+        alone = False  # whether the previous module only wraps the layer
         for (name, _), (_, module) in pairwise(weight.path):
             ends, words = self._last(module) is weight.module, self.words
-            sequential = isinstance(module, nn.Sequential)
-            if sequential and (cut := (PARTS | AXES).intersection(words.after(module, name))):
+            sequential, later = isinstance(module, nn.Sequential), words.after(module, name)
+            if sequential and (cut := (PARTS | AXES).intersection(later)):
                 return _divider(module, cut)
             if type(module).forward is nn.Module.forward or (sequential and ends):
                 continue  # a container whose parent uses the outputs
-            later = words.after(module, name)
-            used = {*(later if ends or sequential else words.of(module))}
+            if alone:
+                later = [*takewhile(lambda word: word[0] != ".", later)]  # until the next child
+            used = {*(later if ends or sequential or alone else words.of(module))}
             apart, parts = (PRODUCTS, PARTS | SHUFFLES) if ends else (HEADWISE, PARTS | AXES)
             cut = used & parts or (used & SHAPES and used & apart)
             gated = ends and later.count(":") > 1 and not GATES.isdisjoint(later)
-            divides = (cut or gated) and not ATTENTION.search(name)
-            return _divider(module, cut) if divides else ""
+            if (cut or gated) and not (ATTENTION.search(name) and _is_attention(module)):
+                return _divider(module, cut)
+            if not (alone := self._holds_one_layer(module)):
+                return ""
         return ""
 
     def _contained(self, weight: Weight, layer: Layer) -> str:

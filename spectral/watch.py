@@ -405,13 +405,8 @@ class Watch(TorchDispatchMode):
         if not (name.rstrip("_") in (*COPIES, *ADDITIONS) or MOVES.fullmatch(name)):
             scaled = frozenset()  # a decay, for example, is no weight
         replaced = name[-1] == "_" != name[-2] and (name[:-1] not in COPIES or len(operands) > 1)
-        bends = (
-            len(operands) > 1
-            and origin == Origin.SCALARS
-            and any(
-                self.facts(t).origin == origin and t.numel() > 1 == t.shape[-1] for t in operands
-            )
-        )
+        ones = [t for t in operands if t.numel() > 1 == t.shape[-1]] if len(operands) > 1 else []
+        bends = origin == Origin.SCALARS and any(self.facts(t).origin == origin for t in ones)
         if bends and results[0].shape[-1:] != (1,):  # a layer's only output scales activations
             origin = Origin.PARAMETERS
         for facts in map(self.facts, results):

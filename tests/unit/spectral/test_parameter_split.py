@@ -37,14 +37,15 @@ def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: 
     """The name does not matter: the gated layer `Wi` in ModernBERT is fused, while the plain layer
     `wi` in T5 is not."""
     back_layer = nn.Sequential(nn.Linear(back, 6), nn.Dropout())
-    block = nn.ModuleDict({"wi": nn.Linear(6, outputs), "wo": back_layer})
+    block = nn.ModuleDict({"wi": nn.Linear(6, outputs), "wo": back_layer, "end": nn.Linear(6, 3)})
     if not fused:
-        rows = [row for row in split_parameters(block).rows if "weight" in row.name]
-        assert [row.matrices for row in rows] == [1, 1]
+        rows = {row.name: row for row in split_parameters(block).rows}
+        assert rows["wi.weight"].matrices == rows["wo.0.weight"].matrices == 1
         return
     with pytest.raises(ValueError, match="wi.weight looks like .*uses its"):
         split_parameters(block)
-    block["next"] = nn.Linear(outputs, 6)  # uses all outputs
+    end = block.pop("end")
+    block.update({"next": nn.Linear(outputs, 6), "end": end})  # `next` uses all outputs
     split_parameters(block)
 
 
@@ -60,15 +61,16 @@ def test_gains_and_biases_of_two_dimensions_are_no_matrices() -> None:
 
 
 def test_attention_of_other_keys_is_divided_by_heads() -> None:
-    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4)
-    rows = {row.name: (row.matrices, row.matrix) for row in split_parameters(attention).rows}
-    assert rows["k_proj_weight"] == (2, (4, 6)) and rows["v_proj_weight"] == (2, (4, 4))
+    model = module(m=nn.MultiheadAttention(8, 2, kdim=6, vdim=4), end=nn.Linear(8, 3))
+    rows = {row.name: (row.matrices, row.matrix) for row in split_parameters(model).rows}
+    assert rows["m.k_proj_weight"] == (2, (4, 6)) and rows["m.v_proj_weight"] == (2, (4, 4))
 
 
 def test_fewer_keys_under_the_name_of_x_transformers_are_divided_by_heads() -> None:
-    model = module("to_q 8 32, to_k 8 16, to_out 32 8", heads=4, kv_heads=2)
+    attention = module("to_q 8 32, to_k 8 16, to_out 32 8", heads=4, kv_heads=2)
+    model = module(m=attention, end=nn.Linear(8, 3))
     rows = {row.name: (row.matrices, row.matrix) for row in split_parameters(model).rows}
-    assert rows["to_q.weight"] == (4, (8, 8)) and rows["to_k.weight"] == (2, (8, 8))
+    assert rows["m.to_q.weight"] == (4, (8, 8)) and rows["m.to_k.weight"] == (2, (8, 8))
 
 
 def test_keys_and_values_of_a_latent_are_apart_under_torchtitans_name() -> None:
@@ -126,7 +128,7 @@ def test_several_unnamed_matrices_are_reported_at_the_caller_s_line() -> None:
         SpectralSphere(weights[:1])
         SpectralSphere([{"params": weights, "units": {}}])
         AdamW(weights)
-        SpectralSphere(split_parameters(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+        SpectralSphere(split_parameters(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))))
 
 
 def test_a_vector_is_no_matrix() -> None:
@@ -172,7 +174,7 @@ def test_a_split_of_something_else_is_refused(model, options, error, message) ->
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_parameter_that_is_no_longer_frozen_is_named_once(replaced: bool) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 3))
     split = split_parameters(model)
     assert str(split).endswith("\n   2 frozen and in no group: 1.weight ...")
     optimizer, batch = Muon(split), torch.ones(1, 2)
