@@ -145,8 +145,8 @@ def _check_padding(size: int) -> None:
 def rewritten(path: Path, program: str, end: str) -> str:
     """Return a shell command that converts a file with `program`.
 
-    The command decompresses the file, pipes it through `program` to a new file, and adds the suffix
-    .old to the original. With this suffix, the original is skipped when its folder is read.
+    The command pipes the decompressed file through `program` to a new file, and adds the suffix
+    .old to the original, so that data preparation skips the original.
     """
     kind = SUFFIXES.get(path.suffix)
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"

@@ -21,7 +21,7 @@ def pairs(study: Study) -> Iterator[tuple[str, str]]:
     """Yield (variant, reference) pairs.
 
     The reference of a variant is the variant named in `against`. If no variant of the study sets
-    `against`, the reference of all other variants is the first variant.
+    `against`, all other variants are compared with the first variant.
     """
     first = next(iter(study.variants))
     if any(variant.against for variant in study.variants.values()):

@@ -183,9 +183,9 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
     """Return the counts for one micro-batch.
 
-    The counts at the forward pass one round earlier are subtracted from the counts at the last
-    forward pass. The difference is divided by the number of micro-batches per round. If there is
-    only one round, `counts` is divided by the number of micro-batches instead.
+    This is the difference between the counts at the last forward pass and the counts one round of
+    forward passes earlier, divided by the number of micro-batches per round. If there is only one
+    round, `counts` is divided by the number of micro-batches instead.
     """
     stages = report.scenario.config.parallel.pipeline
     round_of = stages * report.scenario.config.parallel.virtual_pipeline
