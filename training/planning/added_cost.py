@@ -205,9 +205,9 @@ def task_cost(config: Config, planned: Plan) -> str | None:
     tokens = sum(next(step for step in steps if step >= length) for length in sequences)
     step_tokens = train.global_batch * train.sequence_length
     seconds = planned.time.forward * tokens / step_tokens
-    times = 1 + (train.last - 1) // section.interval if section.interval else 1
+    times = 1 + (train.steps - 1) // section.interval if section.interval else 1
     share = times * seconds * planned.gpus / (3600 * gpu_hours(config, planned))
-    repeated = 0 < section.interval < train.last
+    repeated = 0 < section.interval < train.steps
     often = f"every {section.interval:,} steps" if repeated else "after the last step"
     return (
         f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences, {tokens:,} tokens in "
