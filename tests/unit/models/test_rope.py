@@ -131,6 +131,9 @@ def test_what_is_scaled_in_another_way_is_another_model() -> None:
     ]
     [line] = changed(mscale=1.0, mscale_all_dim=0.5)
     assert "attention_factor" in line and "got 1.06" in line
+    # As in transformers, an attention factor takes precedence over both.
+    [line] = changed(mscale=1.0, mscale_all_dim=0.5, attention_factor=1.25)
+    assert "attention_factor" in line and "got 1.25" in line
     plain = replace(model, rope_scaling=None)
     [line] = differences(model_settings(plain), wanted)[:1]
     assert line == "rope_type must be 'default' to match the config's model, got 'yarn'"

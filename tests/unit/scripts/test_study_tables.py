@@ -194,8 +194,8 @@ def test_tokens_to_a_loss_are_found_on_the_curve():
     results = study([3.0, 3.0], [2.5, 2.5], points=points, curve={"variant": "a"})
     frame = tokens_to_loss(results, comparison(results))
     assert list(frame["tokens"]) == pytest.approx([1.0, 2**0.5])
-    # A point with a failed run is not on the curve.
-    failed = [*points, {"share": 2**0.25, "losses": [2.25, None]}]
+    # A point with a failed run is not on the curve. At share 1, it has the mean of all seeds.
+    failed = [*points, {"share": 2**0.25, "losses": [2.25, None]}, {"share": 1, "losses": [2.75]}]
     results = study([3.0, 3.0], [2.5, 2.5], points=failed, curve={"variant": "a"})
     assert tokens_to_loss(results, comparison(results))["tokens"][1] == pytest.approx(2**0.5)
     beyond = study([3.0, 3.0], [1.9, 1.9], points=points, curve={"variant": "a"})

@@ -100,19 +100,23 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
 
 def test_a_rewind_puts_later_checkpoints_aside(folder, world, poisoned):
     """The losses of steps 6 and 7 are spikes, so the state is finite, and step 6 is saved."""
-    there: dict[int, list[int]] = {}
+    there: dict[int, tuple[list[int], list[str]]] = {}
+    run = folder / "run"
+
+    def note(step: int, result: StepResult) -> None:
+        there[step] = steps(run), [path.read_text() for path in run.glob("checkpoints/latest")]
 
     def with_spikes(trainer: Any) -> Callable[[int, StepResult], None]:
         update, spikes = trainer.update, iter([True] * 5 + [False] * 2)
         trainer.update = lambda factor, sound: update(factor, sound & next(spikes, True))
-        return lambda step, result: there.update({step: steps(folder / "run")})
+        return note
 
     poisoned(change=with_spikes)
     assert train(config_of(folder, spikes__rewinds=1), world).step == 10
-    aside = folder / "run" / "checkpoints-left-at-00000004"
+    aside = run / "checkpoints-left-at-00000004"
     assert [path.name for path in aside.iterdir()] == ["step_00000006"]
-    assert there[5] == [2, 4]  # when it is repeated
-    assert steps(folder / "run") == [2, 4, 6, 8, 10]
+    assert there[5] == ([2, 4], ["step_00000004\n"])  # when it is repeated
+    assert steps(run) == [2, 4, 6, 8, 10]
 
 
 def test_saves_that_are_refused_end_a_run_only_in_a_row(folder, world, poisoned, monkeypatch):

@@ -61,8 +61,11 @@ def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
 def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
     """Test a dtype and sizes that are given explicitly or by default, and a set with a modification
     time or with new hashes."""
-    keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
-    before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
+    for precision in ("fp32", "bf16"):
+        names = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", precision)]
+        keys = {"train__precision": precision}
+        before, now = (settings(tiny_config(str(tmp_path), "muon", **keys, **x)) for x in names)
+        assert differences(before, now, ()) == {}
     assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}
     model = tiny_config(str(tmp_path), "muon").model
     sizes = {"kv_heads": model.heads, "head_dim": model.hidden // model.heads}
