@@ -87,9 +87,11 @@ def numbered_documents(
                 index += 1
 
 
-def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
-    """Check the first `CHECKED` documents of every input. Return the numbers of checked documents
-    and of blank documents for each input.
+def check_first_documents(
+    inputs: Iterable[Input], options: ReadOptions
+) -> list[tuple[int, int, int]]:
+    """Check the first `CHECKED` documents of every input. For each input, return the numbers of
+    checked documents, of blank documents and of documents with the replacement character U+FFFD.
 
     If the first documents are all blank, the check continues up to the first non-blank one.
 
@@ -98,10 +100,11 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
     """
     counts = []
     for each in inputs:
-        number, blank = 0, 0
+        number, blank, replaced = 0, 0, 0
         with closing(_documents(each, options)) as documents:
             for number, text in enumerate(documents, start=1):
                 blank += _is_blank(text)
+                replaced += "\ufffd" in text
                 if blank < number and number >= CHECKED:
                     break
         if blank == number > 0 and each.has_keys:
@@ -109,7 +112,7 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
                 f"{each}: {_key(each, options)!r} is blank in all "
                 f"{counted(number, 'document')}; set a different text key, or omit the file"
             )
-        counts.append((number, blank))
+        counts.append((number, blank, replaced))
     return counts
 
 

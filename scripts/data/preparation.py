@@ -369,6 +369,12 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                     repeats.add(name, tokens.tobytes())
                     progress.index += 1
                     progress.tokens += len(tokens)
+            if end < len(portion.inputs):
+                print(
+                    f"set {plan.name}: the token limit is reached; {len(portion.inputs) - end:,} "
+                    f"of {counted(len(portion.inputs), 'input')} are not read, from "
+                    f"{portion.inputs[end]} on"
+                )
             for name in plan.outputs_of(portion):
                 progress.read.setdefault(name, []).append([first, first + end])
             if portion.tokens is not None and progress.tokens < portion.tokens:

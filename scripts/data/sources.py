@@ -29,6 +29,10 @@ SHARD_FILE: Final = "shard.json"
 """Name of the file that describes a shard, in the shard's folder."""
 LOCK: Final = ".preparing.lock"
 """Suffix of the lock file that a preparation holds while it runs."""
+SPLIT: Final = re.compile(r"(?:^|[-_./])(train|test|val|valid|validation|dev|eval)(?=[-_./]|$)")
+"""Words in the names of files and folders that name a split of a dataset."""
+PART: Final = re.compile(r"(.*?)(\d{2,})-of-(\d{2,})(.*)", re.DOTALL)
+"""Names of a dataset's numbered files, such as train-00002-of-00005.parquet."""
 DESCRIPTIONS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of metadata files written by `datasets`, which contain no rows."""
 
@@ -84,8 +88,8 @@ class Listing:
         return f"reads {text}"
 
     def warnings(self) -> Iterator[str]:
-        """Warn about rows mixed with plain text, such as Parquet files with a README, and about
-        file names that differ only in their suffix."""
+        """Warn about rows mixed with plain text, such as Parquet files with a README, file names
+        that differ only in their suffix, and missing files of a numbered series."""
         files = [each for each in self.inputs if isinstance(each, FileInput)]
         text = [each.path for each in files if not each.has_keys]
         if text and len(text) < len(files):
@@ -104,6 +108,34 @@ class Listing:
                 f"the names of several files differ only in their suffix ({paths}): if they have "
                 "the same content, pass a quoted glob that matches only one of them"
             )
+        found: dict[tuple[str, ...], set[int]] = {}
+        for each in files:
+            if match := PART.fullmatch(each.path.name):
+                start, number, count, end = match.groups()
+                series = f"{each.path.parent}/{start}", count, end
+                found.setdefault(series, set()).add(int(number))
+        for (start, count, end), numbers in found.items():
+            if len(numbers) < int(count):
+                yield (
+                    f"only {len(numbers):,} of {int(count):,} files {start}*-of-{count}{end} are "
+                    "read; if the others are missing, download them again"
+                )
+
+
+def held_out_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files of a dataset's held-out splits, or [] if no file belongs to a training
+    split.
+
+    Splits are recognized by names below the common folder, such as test/a.txt or
+    train-00000-of-00002.parquet.
+    """
+    parents = [str(path.parent.absolute()) for path in paths]
+    root = os.path.commonpath(parents) if parents else ""
+    names = [os.path.relpath(path.absolute(), root) for path in paths]
+    splits = [{*SPLIT.findall(name.lower())} for name in names]
+    if not any("train" in each for each in splits):
+        return []
+    return [path for path, each in zip(paths, splits, strict=True) if each and "train" not in each]
 
 
 def find_inputs(source: str, text_key: str | None = None) -> Listing:

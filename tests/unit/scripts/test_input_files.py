@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from scripts.data import preparation
 from scripts.data.compression import read_lines
 from scripts.data.corpora import read_corpora
 from scripts.data.document_files import CHECKED, ReadOptions, read_documents
+from scripts.data.plan import Portion, Preparation, SetPlan
 from scripts.data.preparation import Pipeline
 from scripts.data.resume_point import Progress
 from scripts.data.sources import find_inputs
@@ -112,6 +114,47 @@ def test_files_that_differ_only_in_the_suffix_are_warned_of(names, warned, tmp_p
         (tmp_path / name).write_text("")
     warnings = list(find_inputs(str(tmp_path)).warnings())
     assert any("differ only in their suffix" in text for text in warnings) is warned
+
+
+@pytest.mark.parametrize(
+    ("names", "warned"),
+    [
+        (("data/train-1.jsonl", "data/test-1.jsonl", "Valid/a.jsonl"), "2 files of held-out"),
+        (("wiki.train.txt", "wiki.dev.txt"), "1 file of held-out splits, such as {}/wiki.dev.txt,"),
+        (("train/a.jsonl", "train/test.jsonl", "testing.jsonl", "latest.jsonl"), None),
+        (("test/a.jsonl", "test/b.jsonl"), None),
+        (("a-000-of-003.jsonl", "a-002-of-003.jsonl"), "only 2 of 3 files {}/a-*-of-003.jsonl are"),
+        (("a-000-of-002.jsonl", "a-001-of-002.jsonl", "b-00-of-01.jsonl"), None),
+    ],
+)
+def test_splits_and_missing_parts_of_a_folder_are_warned_of(names, warned, tmp_path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(lines(TEXTS[:1]) if name.endswith("jsonl") else b"Text.")
+    portion = Portion(inputs=find_inputs(str(tmp_path)).inputs, source=[])
+    held_out = replace(portion, held_out=True)
+    said = Preparation(sets=[SetPlan("web", [portion])]).check()
+    apart = Preparation(sets=[SetPlan("web", [replace(portion, inputs=[]), held_out])]).check()
+    if warned is None:
+        assert said == []
+    else:
+        (line,) = said
+        assert line.startswith(f"set web: {warned.format(tmp_path)}")
+    assert apart == [each for each in said if "held-out" not in each]
+
+
+def test_replaced_characters_and_inputs_beyond_the_token_limit_are_said(tmp_path, capsys) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [TEXTS[0], "caf\ufffd"])
+    write_jsonl(tmp_path / "b.jsonl", TEXTS)
+    command = [f"web={tmp_path}/a.jsonl", f"web={tmp_path}/b.jsonl", "--train-tokenizer", "257"]
+    for limit, expected in ("3", True), ("1e9", False):
+        output = str(tmp_path / limit)
+        assert main([*command, "--tokens", limit, "--output", output]) == 0
+        said = capsys.readouterr()
+        left = f"the token limit is reached; 1 of 2 inputs are not read, from {tmp_path}/b.jsonl on"
+        assert (left in said.out) is expected
+        checked = len(TEXTS) + 2
+        assert f"set web: 1 of the first {checked} documents contains U+FFFD" in said.err
 
 
 def test_the_end_token_and_a_shortened_tokenizer_training_are_said(tmp_path, capsys, monkeypatch):
