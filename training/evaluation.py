@@ -19,6 +19,7 @@ from models.layout import Layout, context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction, ParallelModel
+from training.config.data import mean_weights
 from training.config.schedule import TrainConfig
 from training.data.batches import as_batch, on_device
 from training.data.tasks import Request, Task, accuracies
@@ -44,9 +45,9 @@ def evaluate(
     """Return the metrics of all validation sets. All ranks get the same values.
 
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, and `val/<set>/bpb` is
-    in bits per byte of text. `val/loss` and `val/bpb` are averages computed by `mean_over_sets`;
-    `mixture` contains the weights of the training sets. All ranks call `stop` periodically, and
-    raise Interrupted once `stop` returns True.
+    in bits per byte of text. `val/loss` and `val/bpb` are averages with the `mean_weights` of
+    `mixture`, the weights of the training sets. All ranks call `stop` periodically, and raise
+    Interrupted once `stop` returns True.
     """
     metrics: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -60,20 +61,11 @@ def evaluate(
         if bits is not None:
             metrics[f"val/{each.name}/bpb"] = densities[each.name] = bits
     if losses:
-        metrics["val/loss"] = mean_over_sets(losses, mixture)
-    if losses and densities.keys() == losses.keys():
-        metrics["val/bpb"] = mean_over_sets(densities, mixture)
+        weights = mean_weights(losses, mixture)
+        metrics["val/loss"] = sum(weights[name] * loss for name, loss in losses.items())
+        if densities.keys() == losses.keys():
+            metrics["val/bpb"] = sum(weights[name] * bits for name, bits in densities.items())
     return metrics
-
-
-def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
-    """Average over validation sets, using the weights of the training sets with the same names.
-
-    If any of these training sets is missing or has weight 0, the average is unweighted.
-    """
-    named = all(mixture.get(name) for name in values)
-    weights = {name: mixture[name] if named else 1.0 for name in values}
-    return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())
 
 
 def mean_loss(

@@ -5,7 +5,9 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from scripts.studies.description import Study, Variant, settings
+from scripts.studies.trainer import ROOT, digests
 from training.config import Config
+from training.config.data import MEAN, MEASURED
 from training.config.yaml_files import flat
 from training.errors import InputError
 
@@ -56,6 +58,31 @@ def differences(
         if left := {key: value for key, value in unlike.items() if not covered(key, declared)}:
             left_by_variant[name] = left
     return left_by_variant
+
+
+def measured_differently(configs: Mapping[str, Config], study: Study) -> dict[str, list[str]]:
+    """For each variant whose validation loss is not measured like its reference's, return the
+    reasons: config keys, or the weights of the mean over validation sets. Validation sets at
+    different paths are the same if their tokens are."""
+    found = {}
+    for name, other in pairs(study):
+        reasons = [
+            key
+            for key, paths in unlike_keys(configs[name], configs[other]).items()
+            if MEASURED.fullmatch(key) and not (key.endswith(".path") and same_tokens(*paths))
+        ]
+        data = [configs[each].data for each in (name, other)]
+        if data[0].mean_weights() != data[1].mean_weights():
+            reasons.append(MEAN)
+        if reasons:
+            found[name] = reasons
+    return found
+
+
+def same_tokens(*paths: str | None) -> bool:
+    """Return whether all paths are datasets with the same tokens and tokenizer."""
+    found = [path is not None and digests(ROOT / path) for path in paths]
+    return all(each and each == found[0] for each in found)
 
 
 def covered(key: str, keys: Collection[str]) -> bool:

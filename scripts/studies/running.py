@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.command import counted, write_whole
 from scripts.studies.description import Study, first_key
-from scripts.studies.differences import differences, sentences
+from scripts.studies.differences import differences, measured_differently, sentences
 from scripts.studies.records import Record
 from scripts.studies.search import Outcome, Train, run_of, search, tuned_settings
 from scripts.studies.tables import markdown
@@ -39,15 +39,20 @@ def run_study(
     given = list(extra)
     study, extra = shortened(study, extra)
     check_tokenizers(study, extra)
-    differ = differences(study, start, check_candidates(study, start, extra))
+    configs = check_candidates(study, start, extra)
+    differ, unlike = differences(study, start, configs), measured_differently(configs, study)
     for line in (*sentences(study, differ), *hopeless_grids(study)):
         print(line, file=sys.stderr)
+    for name, reasons in unlike.items():
+        text = f"losses of {name} and its reference are not comparable, because the runs differ in"
+        print(f"warning: the validation {text} {', '.join(reasons)}", file=sys.stderr)
     content: dict[str, Any] = {
         **asdict(study),
         "complete": False,
         "command_overrides": given,
         "budget": {name: study.budget(name) for name in study.variants},
         "differ": differ,
+        "not_comparable": unlike,
     }
 
     def report(outcome: Outcome) -> None:

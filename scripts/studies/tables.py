@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from scripts.studies.description import first_key, settings
+from training.config.data import MEAN
 from training.errors import InputError
 from training.json_file import check_shape, read_json
 from training.report.text import markdown_table
@@ -54,6 +55,7 @@ LATER: Final = {
     "chosen": {...: [str]},
     "trials": [TRIAL],
     "rows": [{"variant": str, "losses": [NUMBER], "runs": [str]}],
+    "not_comparable": {...: [str]},
     "points": [{"share": int | float, "losses": [NUMBER]}],
 }
 """Shapes of results.json, for `check_shape`: SHAPE lists the keys in every file, and LATER the keys
@@ -153,7 +155,7 @@ def comparison(results: Results) -> pd.DataFrame:
         if other is not None:
             line |= {"against": other, **paired(losses[name] - losses[other])}
             both = [*ended.get(name, []), *ended.get(other, [])]
-            line["verdict"] = verdict(line, both)
+            line["verdict"] = verdict(line, both, results.get("not_comparable", {}).get(name, ()))
         elif ended.get(name):
             line["verdict"] = refused(ended[name])
         lines.append(line)
@@ -167,7 +169,12 @@ def by_dataset(results: Results) -> list[dict[str, str]]:
     for name in rows[0].get("datasets", {}) if rows else ():
         if all(name in row.get("datasets", {}) for row in rows):
             alone = [{**row, "losses": row["datasets"][name]} for row in rows]
-            for line in records(comparison({**results, "rows": alone})):
+            unlike = {
+                variant: [reason for reason in reasons if reason != MEAN]
+                for variant, reasons in results.get("not_comparable", {}).items()
+            }
+            one = {**results, "rows": alone, "not_comparable": unlike}
+            for line in records(comparison(one)):
                 cells = comparison_cells(line)
                 del cells["settings"]
                 lines.append({"dataset": name, **cells})
@@ -194,13 +201,16 @@ def refused(ended: Sequence[str]) -> str:
     return f"refused: {'; '.join(dict.fromkeys(ended))}"
 
 
-def verdict(line: Mapping[str, Any], ended: Sequence[str]) -> str:
+def verdict(line: Mapping[str, Any], ended: Sequence[str], unlike: Sequence[str] = ()) -> str:
     """Return the verdict on a difference.
 
     The verdict is `higher` or `lower` if the 95% interval excludes 0. If the interval contains 0,
     the verdict is `level` if the whole interval is within `LEVEL` of 0, and `cannot tell`
-    otherwise. If no verdict is possible, return the reason.
+    otherwise. If no verdict is possible, return the reason; `unlike` are the reasons why the losses
+    are not comparable.
     """
+    if unlike:
+        return f"not comparable: the validation losses differ in {', '.join(unlike)}"
     if ended:
         return refused(ended)
     if math.isnan(line["difference"]):

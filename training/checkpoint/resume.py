@@ -223,8 +223,10 @@ def _other_settings(config: Config) -> dict[str, Any]:
     if config.pc is not None:
         rounding["pc.evaluator"] = config.pc.evaluator
     spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
-    sets = {f"validation.{name}": "there" for name in config.data.validation}
+    sets: dict[str, Any] = {f"validation.{name}": "there" for name in config.data.validation}
     sets |= {f"tasks.{name}": "there" for name in config.tasks.files}
+    means = config.data.mean_weights()
+    sets |= {f"weight of {name} in val/loss": weight for name, weight in means.items()}
     sizes = {
         "validation.samples": config.validation.samples, "tasks.examples": config.tasks.examples
     }  # fmt: skip

@@ -1,14 +1,37 @@
 """Data sections of the config: training sets, data phases, validation sets and tasks."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from models.section import AtLeast0, Check, Count, Positive, Section, Whole, one_of
 from training.local_path import local_path
+
+MEASURED: Final = re.compile(
+    r"data\.(validation\..*|document_mask|first_token_loss)|train\.sequence_length"
+    r"|validation\.samples"
+)
+"""Keys that the validation loss depends on, besides model, tokenizer and `mean_weights`."""
+
+
+def mean_weights(names: Iterable[str], mixture: Mapping[str, float]) -> dict[str, float]:
+    """Return the weights of validation sets in `val/loss` and `val/bpb`, which add up to 1.
+
+    `mixture` contains the weights of the training sets. Each validation set has the weight of the
+    training set of the same name. If any of these training sets is missing or has weight 0, all
+    validation sets count equally.
+    """
+    sets = list(names)
+    named = all(mixture.get(name) for name in sets)
+    weights = {name: mixture[name] if named else 1.0 for name in sets}
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+
+MEAN: Final = "weights of the validation sets in the mean"
+"""Reason why the validation losses of two runs are not comparable: `mean_weights` differ."""
 
 BEGINNINGS = ("after_steps", "after_share", "with_decay")
 """Keys that define the start of a phase; each phase sets exactly one of them."""
@@ -106,6 +129,12 @@ class DataConfig(Section):
     made_by: str | None = None
     """Command that creates the token sets, and the cost of this command; shown when the files of a
     token set are missing."""
+
+    def mean_weights(self) -> dict[str, float]:
+        """Return `mean_weights` of the validation sets, rounded for comparisons."""
+        mixture = {name: each.weight for name, each in self.train.items()}
+        weights = mean_weights(self.validation, mixture)
+        return {name: round(weight, 6) for name, weight in weights.items()}
 
     def checks(self) -> Iterator[Check]:
         """Check the tokenizer path, the sets' names and weights, and that every set is read."""

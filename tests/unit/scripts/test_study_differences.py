@@ -9,7 +9,10 @@ from scripts.studies.description import read_study
 from scripts.studies.differences import differences, sentences
 from scripts.studies.records import Record
 from scripts.studies.running import check_candidates, run_study
+from scripts.studies.tables import by_dataset, comparison
+from scripts.studies.tables import records as records_of
 from tests.paths import ROOT
+from tests.token_files import write_token_set
 from training.errors import InputError
 
 ADAMW, SSO = "configs/tiny_adamw.yaml", "configs/tiny_sso.yaml"
@@ -130,6 +133,44 @@ def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
     run_study(read_study(path), tmp_path, records, [])
     table = (tmp_path / "table.md").read_text()
     assert "### also differ" in table and "| SSO | model.init.spectral | True | False |" in table
+
+
+def test_losses_that_are_measured_differently_have_no_verdict(tmp_path, capsys):
+    """Declaring the difference does not make the losses comparable. Weights of the mean do not
+    matter for the loss of a single dataset, nor paths if the tokens are the same."""
+    for name, seed in {"kjv": 1, "copy": 1, "other": 2}.items():
+        write_token_set(tmp_path / name, tokens=100, vocab=60, seed=seed)
+    path, key = tmp_path / "study.yaml", f"data.validation.kjv.path={tmp_path}"
+    overrides = {
+        "plain": [f"{key}/kjv"],
+        "longer": [f"{key}/kjv", "train.sequence_length=64"],
+        "mixed": [f"{key}/kjv", "data.train.kjv.weight=5"],
+        "copied": [f"{key}/copy"],
+        "other": [f"{key}/other"],
+    }
+    variants = {
+        name: {"config": ADAMW, "overrides": texts, "against": "plain" if name != "plain" else None}
+        for name, texts in overrides.items()
+    }
+    path.write_text(yaml.safe_dump({"title": "t", "seeds": [1, 2], "variants": variants}))
+
+    def records(runs) -> list[Record]:
+        figures = {"loss": 1.0, "course": [], "datasets": {"kjv": 1.0, "jargon": 1.0}}
+        return [Record(run.key, run.label, [], False, 1.0, figures) for run in runs]
+
+    content = run_study(read_study(path), tmp_path, records, [])
+    no = "not comparable: the validation losses differ in "
+    mean = f"{no}weights of the validation sets in the mean"
+    expected = {
+        "longer": f"{no}train.sequence_length", "mixed": mean, "copied": "level",
+        "other": f"{no}data.validation.kjv.path",
+    }  # fmt: skip
+    verdicts = {line["variant"]: line["verdict"] for line in records_of(comparison(content))}
+    assert {name: verdicts[name] for name in expected} == expected
+    single = {line["variant"]: line["verdict"] for line in by_dataset(content)}
+    assert {name: single[name] for name in expected} == expected | {"mixed": "level"}
+    warning = "the validation losses of mixed and its reference are not comparable"
+    assert warning in capsys.readouterr().err
 
 
 def test_candidates_are_checked_after_the_first_ones_of_earlier_stages(tmp_path):

@@ -73,6 +73,7 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
         "run.deterministic was False and is now True",
         "validation.samples was 5 and is now 3",
         "validation.more was absent and is now there",
+        "weight of walk in val/loss was 1.0 and is now 0.5",
         "global_batch was 8 and is now 4",
         "learning-rate factor of the next step was 1 and is now 0.75",
         "train.micro_batch was 4 and is now 2",
