@@ -108,6 +108,7 @@ def compare_runs(options: argparse.Namespace) -> Path:
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
     """Write all figures of the runs, or a report per run, and return the paths."""
+    from scripts.plots.compare import warn_of_unlike
     from scripts.plots.run_data import read_run
     from scripts.plots.run_figures import write_figures
     from scripts.plots.run_page import report
@@ -118,6 +119,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
             f"run folders must have different names, got {', '.join(run.name for run in runs)}"
         )
     if not options.html:
+        warn_of_unlike(runs)
         for run in runs:
             if not run.metrics:
                 raise InputError(f"{run.folder} has not logged any steps yet")

@@ -13,6 +13,7 @@ from typing import Any
 from scripts.plots.run_data import RunData, RunStatus, read_run, run_status
 from scripts.plots.run_figures import FIGURES
 from scripts.plots.run_page import PageSection, figure_sections, key_figures, page, subtitle
+from training.config.data import MEAN, MEASURED, mean_weights
 from training.config.yaml_files import flat
 from training.errors import InputError
 
@@ -36,12 +37,6 @@ ABOUT = (
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
 """Keys that do not affect training. Datasets are compared by content rather than by path."""
-
-MEASURED = re.compile(
-    r"data\.(validation\..*|document_mask|first_token_loss)|train\.sequence_length"
-    r"|validation\.samples"
-)
-"""Keys that the measured validation loss depends on, besides the model and tokenizer."""
 
 UNLIKE = "The validation losses of these runs are not comparable, because the runs differ in {}."
 
@@ -74,9 +69,29 @@ def unlike_measurements(
     validated = [i for i, run in enumerate(runs) if run.series(metric)]
     keys = unlike_keys([settings_in_use(configs[i]) for i in validated])
     reasons = [key for key in keys if MEASURED.fullmatch(key)]
+    if len({str(_weights_of(configs[i])) for i in validated}) > 1:
+        reasons.append(MEAN)
     if metric == LOSS[0] and unlike_tokenizers([runs[i] for i in validated]):
         reasons.append("tokenizer")
     return reasons
+
+
+def warn_of_unlike(runs: Sequence[RunData], metric: str = LOSS[0]) -> str | None:
+    """If `metric` is not comparable between the runs, print a warning and return its text."""
+    reasons = unlike_measurements(runs, with_contents(runs), metric)
+    if not reasons:
+        return None
+    text = UNLIKE.format(", ".join(reasons))
+    print(f"warning: {text}", file=sys.stderr)
+    return text
+
+
+def _weights_of(config: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return each validation set's weight in the mean loss, for a run's config."""
+    data = config.get("data", {})
+    mixture = {name: each.get("weight", 1.0) for name, each in (data.get("train") or {}).items()}
+    means = mean_weights(data.get("validation") or {}, mixture)
+    return sorted((name, round(weight, 6)) for name, weight in means.items())
 
 
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -140,7 +155,7 @@ class Compared:
 
 def find_runs(folder: Path, base: Path) -> list[RunData]:
     """Return all runs in a folder and its subfolders, labelled by their path relative to `base`.
-    A run without config.yaml is left out with a warning.
+    A run without config.yaml or metrics.jsonl is left out with a warning.
 
     Raises InputError if there are no runs, or if a run cannot be read.
     """
@@ -155,6 +170,9 @@ def find_runs(folder: Path, base: Path) -> list[RunData]:
         seen.add(real)
         if "metrics.jsonl" in files and "config.yaml" not in files:
             print(f"warning: left out {parent}, which has no config.yaml", file=sys.stderr)
+        elif "config.yaml" in files and "metrics.jsonl" not in files and "checkpoints" in folders:
+            print(f"warning: left out {parent}, which has no metrics.jsonl", file=sys.stderr)
+            folders.clear()
         elif "metrics.jsonl" in files:
             path = Path(parent)
             label = path.absolute().relative_to(base.absolute()).as_posix()
@@ -177,9 +195,8 @@ def comparison(base: Path, folders: Sequence[Path]) -> str:
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Only the best {MOST} of {len(logged)} runs are shown." if len(logged) > MOST else ""
     about = ABOUT.format(heading)
-    if reasons := unlike_measurements(runs, configs, metric):
-        about = f"{UNLIKE.format(', '.join(reasons))} {about}"
-        print(f"warning: {UNLIKE.format(', '.join(reasons))}", file=sys.stderr)
+    if (unlike := warn_of_unlike(runs, metric)) is not None:
+        about = f"{unlike} {about}"
     overlays = ((each, each.overlay) for each in FIGURES if each.name in OVERLAID)
     sections = [
         PageSection("runs", "Runs", about, "runs", compared),

@@ -26,7 +26,7 @@ TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.
 def loss(runs: Sequence[RunData]) -> Figure | None:
     """Loss in nats per token. Lines show training batches, and dots the mean over the validation
     sets. If training and validation sets have the same names, the mean uses the weights of the
-    training mixture."""
+    training mixture. Lines have gaps where the loss was not finite."""
     runs = [run for run in runs if run.series("train/loss")]
     if not runs:
         return None
@@ -36,9 +36,9 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     for i, run in enumerate(runs):
         for axis, x in zip(axes, (run.tokens, run.seconds(size)), strict=True):
             _line(
-                axis, run.series("train/loss", x), **look(i), label=literal(run.name), linewidth=1.2
+                axis, run.curve("train/loss", x), **look(i), label=literal(run.name), linewidth=1.2
             )
-            _line(axis, run.series("val/loss", x), **look(i) | {"linestyle": "--"}, marker="o")
+            _line(axis, run.curve("val/loss", x), **look(i) | {"linestyle": "--"}, marker="o")
     axes[0].set(ylabel="loss (nats per token)")
     count_tokens(axes[0])
     axes[0].set_title("line: training, dots: validation", fontsize=9)
@@ -201,7 +201,7 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
         return None
     figure, (axis,) = new_figure(width=4.9, height=3.2)
     for i, run in enumerate(runs):
-        _line(axis, run.series(metric), **look(i), label=literal(run.name))
+        _line(axis, run.curve(metric), **look(i), label=literal(run.name))
     axis.set(ylabel=label, yscale="log" if log else "linear")
     count_tokens(axis)
     if len(runs) > 1:

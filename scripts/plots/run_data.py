@@ -82,6 +82,13 @@ class RunData:
         x = x or self.tokens
         return [(x(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
 
+    def curve(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
+        """Return the points of `series`, with NaN where the metric was not finite. Lines drawn
+        through these points have gaps there."""
+        x = x or self.tokens
+        lines = (line for line in self.metrics if metric in line)
+        return [(x(m), math.nan if m[metric] is None else m[metric]) for m in lines]
+
     def last(self, metric: str) -> float | None:
         """Return the last logged value of a metric, NaN if it was not finite, or None if the metric
         was never logged."""

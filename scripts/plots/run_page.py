@@ -169,7 +169,8 @@ def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, 
     if loss is not None:
         yield "training loss", _finite(loss)
     if validation is not None:
-        yield "validation loss", _finite(validation)
+        step = max(line["step"] for line in run.metrics if measure in line)
+        yield "validation loss", _finite(validation) + f" at step {step:,}" * (step < run.step)
     if finite:
         yield "best validation", f"{min(finite):.4f}"
     yield "tokens", short(run.tokens({"step": run.step}))

@@ -1,5 +1,7 @@
 """Plot a study: loss differences between variants, and losses by setting or over training."""
 
+import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from training.errors import InputError
 
 
 def plot_study(path: Path) -> Figure:
-    """Draw each variant's loss relative to its baseline: every seed, mean and standard error."""
+    """Draw each variant's loss relative to its baseline: every seed, mean and standard error. The
+    title lists variants that are not drawn because a run failed, and variants without a valid
+    verdict."""
     content = read_results(path)
     losses = {row["variant"]: row["losses"] for row in rows_of(content)}
     frame = comparison(content)
@@ -42,12 +46,24 @@ def plot_study(path: Path) -> Figure:
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
     # Centre the title on the figure rather than on the axes, because variant names take up half the
     # width.
-    figure.suptitle(f"{literal(content['title'])}\nmean and standard error of {trained(content)}")
+    said = {
+        "a run failed": "not drawn, because a run failed",
+        "refused:": "refused",
+        "not comparable:": "not comparable",
+    }
+    lines = [
+        textwrap.fill(f"{text}: {', '.join(rows['variant'])}", 90)
+        for start, text in said.items()
+        if len(rows := frame[frame["verdict"].str.startswith(start, na=False)])
+    ]
+    about = f"mean and standard error of {trained(content)}"
+    figure.suptitle(literal("\n".join([content["title"], about, *lines])))
     return figure
 
 
 def plot_losses(path: Path, key: str) -> Figure:
-    """Plot the losses of all variants against the tuned values of `key`."""
+    """Plot the losses of all variants against the tuned values of `key`. The title lists the values
+    at which runs failed."""
     content = read_results(path)
     keys = searched_keys(content)
     if key not in keys:
@@ -69,7 +85,15 @@ def plot_losses(path: Path, key: str) -> Figure:
         )
     axes.set(xscale="log", xlabel=key, ylabel="validation loss (nats per token)")
     axes.legend(fontsize=7, ncols=2)
-    figure.suptitle(literal(content["title"]))
+    failed = [
+        f"{name} at {value}"
+        for name, losses in frame.iterrows()
+        for value, loss in losses.items()
+        if loss == math.inf
+    ]
+    text = textwrap.fill(f"not drawn, because runs failed: {', '.join(failed)}", 90)
+    lines = [text] if failed else []
+    figure.suptitle(literal("\n".join([content["title"], *lines])))
     return figure
 
 

@@ -100,9 +100,10 @@ def enlarge_text(figure: Figure) -> None:
 
 
 def mark_single_points(figure: Figure) -> None:
-    """Add a marker to curves that consist of a single point, which would otherwise be invisible."""
+    """Add a marker to curves with a single finite point, which would otherwise be invisible."""
     for line in (line for axis in figure.axes for line in axis.lines):
-        if np.size(line.get_xdata()) == 1 and line.get_marker() == "None":
+        finite = np.isfinite(np.asarray(line.get_ydata(), dtype=float))
+        if np.count_nonzero(finite) == 1 and line.get_marker() == "None":
             line.set_marker("o")
 
 

@@ -122,6 +122,22 @@ def test_the_figures_of_a_study_show_its_losses(root, tmp_path):
         assert np.diff(bars.get_segments()[0][:, 0]) == pytest.approx(width)
 
 
+def test_the_titles_of_a_study_name_what_is_not_drawn_or_not_valid(root, tmp_path):
+    content = json.loads((root / "studies/optimizers/results/llama_0.1m/results.json").read_text())
+    for trial in content["trials"]:
+        if trial["variant"] == "Muon" and trial["candidate"][0].endswith("=0.04"):
+            trial["loss"] = None
+    rows = {row["variant"]: row["losses"] for row in content["rows"]}
+    rows["SSO"][0] = None
+    content["not_comparable"] = {"Muon": ["train.sequence_length"]}
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    figure = plot_losses(tmp_path / "results.json", "optimizer.matrix.lr")
+    assert figure.get_suptitle().endswith("\nnot drawn, because runs failed: Muon at 0.04")
+    title = plot_study(tmp_path / "results.json").get_suptitle()
+    assert "\nnot drawn, because a run failed: SSO, SSO + PC\n" in title
+    assert title.endswith("\nnot comparable: Muon")
+
+
 def test_the_picture_of_the_maps_is_what_the_command_writes(root, tmp_path):
     assert main(["maps", "--output", f"{tmp_path}/drawn.svg"]) == 0
     drawn, committed = (

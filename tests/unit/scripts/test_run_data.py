@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from scripts import plot
 from scripts.plots import curves
 from scripts.plots.compare import (
     BITS,
@@ -20,6 +22,7 @@ from scripts.plots.compare import (
 )
 from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
+from tests.run_configs import tiny_config
 from training.errors import InputError
 
 
@@ -126,6 +129,45 @@ def test_losses_are_incomparable_because_of_runs_that_have_validated() -> None:
         assert unlike_measurements(runs, configs, "val/bpb") == expected[:1]
 
 
+@pytest.mark.parametrize(
+    ("mixtures", "comparable"),
+    [
+        (({"web": 0.9, "books": 0.1}, {"web": 9.0, "books": 1.0}), True),
+        (({"web": 0.9, "books": 0.1}, {"web": 0.1, "books": 0.9}), False),
+        (({"web": 0.5, "books": 0.5}, {"web": 1.0, "books": 0.0}), True),  # equal weights in both
+        (({"web": 0.9, "books": 0.1}, {"web": 1.0}), False),
+    ],
+)
+def test_means_over_sets_with_different_weights_are_not_comparable(
+    mixtures, comparable, tmp_path, capsys
+) -> None:
+    """The warning is printed for overlaid figures, too."""
+    line = {"step": 1, "train/loss": 3.0, "val/loss": 3.0, "val/bpb": 1.0}
+    folders = []
+    for name, mixture in zip("ab", mixtures, strict=True):
+        run = tiny_config(str(tmp_path), run__dir=str(tmp_path / name))
+        paths = {"path": f"{tmp_path}/tokens"}
+        sets = {"train": {k: paths | {"weight": v} for k, v in mixture.items()}}
+        content = asdict(run) | {"data": sets | {"validation": {"web": paths, "books": paths}}}
+        folders.append(str(tmp_path / name))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(json.dumps(content))
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    for command in ([*folders, "--output", str(tmp_path / "figures")], ["compare", str(tmp_path)]):
+        assert plot.main(command) == 0
+        said = "differ in weights of the validation sets in the mean" in capsys.readouterr().err
+        assert said is not comparable
+
+
+def test_a_loss_that_was_not_finite_is_a_gap_in_its_line() -> None:
+    losses = [3.0, None, 2.0]
+    run = run_of(*({"step": i, "train/loss": loss} for i, loss in enumerate(losses, 1)))
+    figure = curves.loss([run])
+    assert figure is not None
+    drawn = figure.axes[0].lines[0].get_ydata()
+    assert [*drawn] == pytest.approx([3.0, math.nan, 2.0], nan_ok=True)
+
+
 def test_every_card_of_a_run_is_its_figure() -> None:
     """The last validation is not the best, and medians, sums and last values differ."""
     lines = [
@@ -193,14 +235,21 @@ def test_runs_are_ordered_by_their_last_validation_then_by_their_training_loss()
     assert order == ["falls", "rises", "not validated", "diverges", "untouched"]
     cards = dict(key_figures(runs["diverges"]))
     assert (cards["validation loss"], cards["best validation"]) == ("not finite", "1.5000")
+    earlier = run_of({"step": 1000, "val/loss": 2.0}, {"step": 1100, "train/loss": 1.0})
+    assert dict(key_figures(earlier))["validation loss"] == "2.0000 at step 1,000"
 
 
-def test_a_run_without_its_config_is_named(tmp_path: Path, capsys) -> None:
+def test_a_run_without_its_config_or_metrics_is_named(tmp_path: Path, capsys) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").touch()
     with pytest.raises(InputError, match="contains no run folder"):
         find_runs(tmp_path, tmp_path)
     assert f"left out {tmp_path}/run, which has no config.yaml" in capsys.readouterr().err
+    (tmp_path / "run/metrics.jsonl").rename(tmp_path / "run/config.yaml")
+    (tmp_path / "run/checkpoints").mkdir()
+    with pytest.raises(InputError, match="contains no run folder"):
+        find_runs(tmp_path, tmp_path)
+    assert f"left out {tmp_path}/run, which has no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_the_table_of_sets_is_the_use_of_each(tmp_path: Path) -> None:
