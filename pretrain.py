@@ -229,6 +229,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
             from training.rehearsal.rehearse import run as rehearse
 
             return rehearse(config, options)
+        check_place(config, options)
         return start_training(config, options.resume or "latest", interrupts)
     except MissingSetError as error:
         from training.data.build_data import without_sets
@@ -244,6 +245,25 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
         return fail(error, code=2)
     except OSError as error:
         return fail(os_error_text(error), code=1, same_on_all_ranks=False)
+
+
+def check_place(config: "Config", options: argparse.Namespace) -> None:
+    """Raise ConfigError if the config file is part of a run folder, but sets another run.dir. The
+    folder was copied or moved, or run.dir is relative to another working directory. An override of
+    run.dir is always accepted."""
+    from training.config.yaml_files import merged_overrides
+
+    file, given = Path(options.config).absolute(), merged_overrides(options.overrides)
+    in_run = file.name == "config.yaml" and (file.parent / "checkpoints").is_dir()
+    if not in_run or "dir" in (given.get("run") or {}):
+        return
+    folder = Path(config.run.dir)
+    if folder.resolve() != file.parent.resolve():
+        raise ConfigError(
+            f"{options.config} is in the run folder {file.parent}, but sets run.dir to "
+            f"{folder.absolute()}: if the folder was copied or moved, set run.dir={file.parent} to "
+            "continue the run in it, or another run.dir"
+        )
 
 
 def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:

@@ -3,6 +3,7 @@ nothing."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -187,6 +188,26 @@ def test_ranks_are_started_with_the_other_arguments(folder, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         run(folder, "--ranks", "2")
     assert "--ranks cannot be used under torchrun" in capsys.readouterr().err
+
+
+def test_the_config_of_a_copied_run_does_not_continue_the_original(folder, monkeypatch, refusal):
+    copy, started = folder / "copy", []
+    (copy / "checkpoints").mkdir(parents=True)
+    config = ["--config", str(shutil.copy(folder / "config.yaml", copy))]
+    said = refusal(run(folder, *config))
+    assert f"is in the run folder {copy}, but sets run.dir to {folder}/run: " in said
+    assert f"set run.dir={copy} to continue" in said and not (folder / "run").exists()
+    monkeypatch.setattr(
+        pretrain, "start_training", lambda config, *_: started.append(config.run.dir) or 0
+    )
+    for target in (str(copy), f"{folder}/other"):
+        assert run(folder, *config, f"run.dir={target}") == 0
+        assert started.pop() == target
+    (folder / "run").symlink_to(copy)  # the run's own folder under another name
+    assert run(folder, *config) == 0
+    monkeypatch.chdir(copy)
+    (copy / "config.yaml").write_text("base: ../config.yaml\nrun: {dir: runs/x}\n")
+    assert "copy/runs/x: if the folder was copied or moved" in refusal(run(folder, *config))
 
 
 def test_output_never_replaces_the_config(folder, refusal):
