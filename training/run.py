@@ -378,6 +378,11 @@ def opening_notes(
             counts = (f"{s.name} {phase.tokens(s.name):,}" for s in trainer.present.sets)
             where = f"new mixture from sample {phase.sample:,} on; tokens read so far"
             yield "changed", f"data: {where}: {', '.join(counts)}"
+            named = {each.content: name for name, each in phase.read.items() if each.tokens}
+            for new in (s for s in trainer.present.sets if not phase.tokens(s.name)):
+                if (old := named.get(new.digest)) is not None:
+                    same = f"{new.name} has the same content as {old}"
+                    yield "changed", f"data: {same}, so its windows are read again"
     ids = data_vocabulary(config)
     if ids is not None and ids != config.model.vocab_size:
         yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} ids, {ids:,} in the data"

@@ -161,6 +161,7 @@ def mark_started(run_dir: str | Path) -> None:
     stop, lock = Path(run_dir) / STOP, Path(run_dir) / LOCK
     if stop.exists() and stop.stat().st_mtime < lock.stat().st_mtime:
         stop.unlink()
+        print(f"removed {stop}, which was created before this start", flush=True)
     mark_done(run_dir, False)
     replace_file(Path(run_dir) / STARTED, _command())
 

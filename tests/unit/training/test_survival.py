@@ -265,6 +265,8 @@ def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(
     os.utime(folder / "run" / "STOP", (time.time() - 60, time.time() - 60))
     assert train(config_of(folder, train__steps=3), world).step == 3
     assert not (folder / "run" / "STOP").exists()
+    said = f"removed {folder}/run/STOP, which was created before this start\n"
+    assert said in capsys.readouterr().out
 
     def built(*arguments: Any, **options: Any) -> Any:
         (folder / "run" / "STOP").touch()

@@ -49,6 +49,15 @@ def test_each_set_goes_on_at_its_own_count(start, tmp_path, capsys) -> None:
     assert stated["tokens"] == 30 * 32 * LENGTH
 
 
+def test_the_log_states_that_a_renamed_set_is_read_again(start, tmp_path, capsys) -> None:
+    start(1, FIRST)
+    change = {"checkpoint__allow_change": "[data]"}
+    renamed = {"big": 0.6, "moved": 0.3, "small": 0.1}
+    start(2, renamed, data__train__moved__path=tmp_path / "middle", **change)
+    notes = [line for line in capsys.readouterr().out.splitlines() if "same content" in line]
+    assert notes == ["data: moved has the same content as middle, so its windows are read again"]
+
+
 def test_a_stop_after_a_change_is_as_if_the_run_had_not_stopped(start, tmp_path) -> None:
     change = {"checkpoint__allow_change": "[data]"}
     start(6, FIRST)
