@@ -26,7 +26,7 @@ class Record:
     failed    whether the loss or gradient became nonfinite; failed runs have no loss
     seconds   CPU time of the run, including startup and validation
     figures   result of `summary` in trainer.py
-    facts     the run's `environment` and `data`; {} in records from earlier versions
+    facts     the run's `environment`, `data` and `versions`; {} in records from earlier versions
     """
 
     key: str

@@ -29,6 +29,7 @@ from training.data.hashes import file_sha256
 from training.data.manifest import manifest_of
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, in_use, mark_done
+from training.machine.device import versions
 from training.report.log_lines import read_metrics
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -173,9 +174,10 @@ class StudyTrainer:
         # A study starts each run once, even if srun started several processes of the study.
         inherited = {name: text for name, text in os.environ.items() if name not in PROCESS_COUNTS}
         self.environment = {**inherited, "OMP_NUM_THREADS": "1", **self.given}
+        self.versions = versions()
         self._pool = ThreadPoolExecutor(len(places))
         self._begun: dict[str, Future[bool]] = {}
-        self._warned = False
+        self._warned: set[str] = set()
         self._logs: list[Path] = []
         self._free: SimpleQueue[Place] = SimpleQueue()
         for place in places:
@@ -221,11 +223,13 @@ class StudyTrainer:
         return [self.book[key] for key, _ in keys]
 
     def _check(self, run: Run, record: Record) -> None:
-        """Raise InputError if a record's data or environment does not match the run."""
-        if not record.facts and not self._warned:
-            self._warned = True
-            text = "records from earlier versions contain no hashes to check the data against"
-            print(f"warning: {self.book.path}: {text}", file=sys.stderr)
+        """Raise InputError if a record's data or environment does not match the run. Warn once
+        about records without facts, and once about records of other software versions."""
+        if not record.facts:
+            self._warn("records from earlier versions contain no hashes to check the data against")
+        for name, was in record.facts.get("versions", {}).items():
+            if (now := self.versions.get(name)) != was:
+                self._warn(f"{name} was {was} in earlier runs such as {record.label}, but is {now}")
         for kind, now in self._facts(run).items():
             was = record.facts.get(kind, now)
             if was != now:
@@ -233,6 +237,12 @@ class StudyTrainer:
                     f"{self.book.path}: {kind} in the record of {run.label} must be {now}, got "
                     f"{was}; choose another --results folder, or delete the record"
                 )
+
+    def _warn(self, text: str) -> None:
+        """Print a warning, once for each first word."""
+        if (about := text.split()[0]) not in self._warned:
+            self._warned.add(about)
+            print(f"warning: {self.book.path}: {text}", file=sys.stderr)
 
     def _facts(self, run: Run) -> dict[str, Any]:
         """Return a run's environment and data."""
@@ -276,6 +286,7 @@ class StudyTrainer:
             raise RunFailedError(f"{run.label}: exited with code {code} without a loss: {reason}")
         if self._facts(run) != facts:
             raise RunFailedError(f"{run.label}: the data changed during the run")
+        facts["versions"] = self.versions
         return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:

@@ -27,6 +27,7 @@ from tests.token_files import write_manifest, write_token_set
 from training.config import load_config
 from training.errors import InputError
 from training.lifecycle.run_folder import mark_done
+from training.machine.device import versions
 
 STUDIES = [p for p in (ROOT / "studies").rglob("*.yaml") if "variants:" in p.read_text()]
 
@@ -95,7 +96,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, mo
     rmtree(output / "plain-1")
     records = output / "runs.jsonl"
     kept = records.read_text().splitlines(keepends=True)
-    assert len(kept) == 2
+    assert len(kept) == 2 and json.loads(kept[0])["facts"]["versions"] == versions()
     records.write_text(kept[0] + kept[1][:50])
     capsys.readouterr()
     assert main([str(study_file), str(output)]) == 0
@@ -143,6 +144,15 @@ def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, 
     record_all(study_file, tmp_path)
     assert main([str(study_file), str(tmp_path)]) == 0
     assert capsys.readouterr().err.count("contain no hashes to check the data against") == 1
+
+
+def test_a_record_of_other_software_is_warned_of(study_file, tmp_path, capsys):
+    other = versions() | {"commit": "an older one"}
+    record_all(study_file, tmp_path, facts={"versions": other})
+    assert main([str(study_file), str(tmp_path)]) == 0
+    said = "commit was an older one in earlier runs such as plain-1, but is "
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if " in earlier runs" in line]
+    assert line.startswith(f"warning: {tmp_path}/runs.jsonl: {said}")
 
 
 def test_a_record_is_that_of_the_merged_config(study_file, minimal):
