@@ -15,12 +15,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PYTHON = _ROOT / ".venv-eval" / "bin" / "python"
 sys.path.insert(0, str(_ROOT))  # runs from any folder
 
+from parallel.disk import free_name
 from scripts.command import command, output_path, write_whole
 from scripts.evaluation.harness import (
     TASK_SETS,
@@ -86,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(rows(results["results"], sets.values()), sets)
     kept = {"model": str(options.model), "command": lm_eval}
     kept |= {key: results[key] for key in MEASURED if key in results}
-    write_whole(output / "results.json", json.dumps(kept, indent=2) + "\n")
-    write_whole(output / "results.md", text)
+    _write(output, kept, text)
     print(text + f"wrote {output / 'results.json'} and results.md")
     return 0
 
@@ -104,8 +104,18 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
     print(text, end="")
     if options.output is not None:
         kept = {"model": str(options.model), "tasks": files, "results": results}
-        write_whole(options.output / "results.json", json.dumps(kept, indent=2) + "\n")
-        write_whole(options.output / "results.md", text)
+        _write(options.output, kept, text)
+
+
+def _write(folder: Path, content: Mapping[str, Any], text: str) -> None:
+    """Write results.json and results.md. Earlier results, which may be of other tasks, are
+    renamed."""
+    texts = {"results.json": json.dumps(content, indent=2) + "\n", "results.md": text}
+    for name, written in texts.items():
+        if (path := folder / name).exists():
+            earlier = path.rename(free_name(path))
+            print(f"renamed the earlier {path} to {earlier.name}")
+        write_whole(path, written)
 
 
 def score_checkpoint(

@@ -177,8 +177,14 @@ def test_lm_eval_gets_each_task_once(standard, prepared, tmp_path, monkeypatch, 
     program.chmod(0o755)
     file = write_choices(chosen)["digits"]
     options = ["--run", "run", "--python", str(program), "--dtype", "bfloat16", "--device", "cpu"]
+    earlier = model / "evaluation" / "results.json"
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
     assert main([str(model), "--tasks", "local", file, *standard, *options]) == 0
     assert loaded == [model]
+    assert earlier.with_name("results.json.1").read_text() == "{}"
+    printed = capsys.readouterr().out
+    assert f"renamed the earlier {earlier} to results.json.1\n" in printed
     seen = json.loads((model / "evaluation" / "lm_eval" / "results_1.json").read_text())
     given = dict(zip(seen["arguments"][4::2], seen["arguments"][5::2], strict=True))
     tasks = ["local_walk", "file_digits", *(["mmlu", *TASK_SETS["pc_paper"]] if standard else [])]
@@ -200,7 +206,7 @@ def test_lm_eval_gets_each_task_once(standard, prepared, tmp_path, monkeypatch, 
     assert kept.pop("command") == [str(program), *seen["arguments"]]
     assert kept == {key: seen[key] for key in ("results", "versions")}
     text = (model / "evaluation" / "results.md").read_text()
-    assert text in capsys.readouterr().out
+    assert text in printed
     assert text.count("| acc ") == len(tasks) - 4 * bool(standard)  # four tasks by acc_norm alone
     assert ("mean of pc_paper" in text) == bool(standard)
 
