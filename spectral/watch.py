@@ -485,7 +485,7 @@ class Watch(TorchDispatchMode):
         result.terms = kept if name in ("add", "sub") and len(distinct) > 1 else ()
         if len(distinct) == 1:
             result.terms = next((s.facts.terms for s in full if s.facts.terms), ())
-        joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
+        joined = partial(self.numbers.joined, terms=name in ADDITIONS)
         self.columns.write(out, reduce(joined, distinct))
 
     def _copy_weight(self, sides: Sequence[Side], whole: Sequence[Side], out: Tensor) -> None:

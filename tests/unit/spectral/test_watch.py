@@ -416,6 +416,7 @@ HALVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a power": lambda a, b: a.abs() ** b,
     "a minimum": torch.minimum,
     "an angle": torch.atan2,
+    "a choice of the larger": lambda a, b: torch.where(a > b, a, b),
     "an interpolation": lambda a, b: torch.lerp(torch.ones(10), a, b.sigmoid()),
     "a product with a quotient": lambda a, b: a * b * torch.div(7, 2, rounding_mode="floor"),
     "a mean and its noise": lambda a, b: a + b.exp() * torch.randn_like(b),
