@@ -32,7 +32,13 @@ from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples, read_task
 from training.data.token_bytes import open_tokenizer
 from training.errors import ConfigError, DataError
-from training.evaluation import SHORTEST, Interrupted, lengths, log_likelihoods
+from training.evaluation import (
+    SHORTEST,
+    Interrupted,
+    lengths,
+    log_likelihoods,
+    tokens_of_a_pass,
+)
 from training.loop import Hooks, Loop
 from training.planning.plan_commands import dry_run
 from training.run import agreed_facts, train
@@ -388,6 +394,14 @@ def test_only_the_first_examples_are_scored(tokens, tmp_path):
     assert tasks[0].sizes == [list(map(len, row["choices"])) for row in rows]
     assert any(not text.isascii() for row in rows for text in row["choices"])
     assert len(read_examples(Path(files["words"]))) == 12
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [("null", 128), (32, 32), (1000, 128)])
+def test_the_logits_of_a_pass_are_no_more_than_in_training(chunk, rows, world, tmp_path):
+    """The logits of a pass, unlike those of a training step, are never computed in chunks."""
+    config = tiny_config(str(tmp_path), train__loss_chunk=chunk)
+    tokens = tokens_of_a_pass(config.train, config.model, world)
+    assert tokens * config.model.padded_vocab == 2 * 32 * rows
 
 
 def test_scoring_twice_gives_the_same(keys: dict[str, Any], world, tmp_path: Path) -> None:
