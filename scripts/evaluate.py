@@ -99,11 +99,11 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
     if given := " ".join((*run, *python, *options.options)):
         raise InputError(f"{given} requires an exported model, got the run {options.model}")
     with progress(lambda: "importing packages, loading the model, scoring the tasks"):
-        results = score_checkpoint(options.model, files, options.dtype)
+        checkpoint, results = score_checkpoint(options.model, files, options.dtype)
     text = table(rows(results))
     print(text, end="")
     if options.output is not None:
-        kept = {"model": str(options.model), "tasks": files, "results": results}
+        kept = {"model": str(checkpoint), "tasks": files, "results": results}
         _write(options.output, kept, text)
 
 
@@ -120,10 +120,11 @@ def _write(folder: Path, content: Mapping[str, Any], text: str) -> None:
 
 def score_checkpoint(
     source: Path, files: Mapping[str, str], dtype: str | None = None
-) -> dict[str, dict[str, float]]:
+) -> tuple[Path, dict[str, dict[str, float]]]:
     """Score a checkpoint, or the newest checkpoint of a run, with the trainer's forward pass.
 
-    Runs in this process. Returns per-task metrics in the format expected by `rows`.
+    Runs in this process. Returns the checkpoint's folder, and per-task metrics in the format
+    expected by `rows`.
 
     `dtype` is float32, bfloat16, or None for the run's precision. Raises InputError for any other
     dtype, if there are several ranks, or if the tokenizer is not the one that the run used. Raises
@@ -153,6 +154,7 @@ def score_checkpoint(
     from training.machine.start import start_groups
 
     info = read_checkpoint(source)
+    print(f"step {info.step} of {info.path}")
     raise_problems(info)
     config = info.config
     tokenizer = tokenizer_source(info)
@@ -187,7 +189,7 @@ def score_checkpoint(
         )
     finally:
         groups.shutdown()
-    return {
+    return info.path, {
         name: {f"{key},none": scores[f"task/{name}/{key}"] for key in ("acc", "acc_norm")}
         for name in files
     }

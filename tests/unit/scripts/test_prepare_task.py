@@ -185,7 +185,9 @@ def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
     run = scored / "run"
     assert evaluate([str(run), "--tasks", *files, "--output", str(tmp_path)]) == 0
     assert results(tmp_path) == pytest.approx(logged(scored), abs=1e-6)
-    assert "| file_words | acc " in capsys.readouterr().out
+    said, newest = capsys.readouterr().out, run / "checkpoints" / "step_00000004"
+    assert "| file_words | acc " in said and f"step 4 of {newest}\n" in said
+    assert json.loads((tmp_path / "results.json").read_text())["model"] == str(newest)
     earlier, more = run / "checkpoints" / "step_00000002", write_tasks(tmp_path, examples=40)
     config = (earlier / "config.yaml").read_text()
     for key, old, new in (
