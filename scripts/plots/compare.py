@@ -30,6 +30,9 @@ has a validation loss, the runs with the lowest training loss are drawn."""
 SHOWN_KEYS = 8
 """Maximum number of differing config keys to list per run."""
 
+CHANGED = re.compile(r"changed since step \d+: (?!commit |fingerprint )(.*?) was ")
+"""Text of an event about a setting that changed when a run resumed."""
+
 ABOUT = (
     "Sorted by {}. Each run is followed by its model and the config keys that differ between runs. "
     "Small differences may be due to chance; use scripts/study.py to compare several seeds."
@@ -117,7 +120,8 @@ def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run's table row. `settings` lists the keys that differ between runs, as `key value`."""
+    """A run's table row. `settings` lists the keys that differ between runs, as `key value`, and
+    the keys that the run changed when it resumed."""
 
     run: RunData
     settings: list[str]
@@ -151,6 +155,20 @@ class Compared:
         cards = dict(key_figures(self.run, self.metric))
         names = {self.heading: "validation loss"} | {name: name for name in COLUMNS}
         return {name: cards.get(key, "-") for name, key in names.items()}
+
+
+def changed_midway(run: RunData) -> list[str]:
+    """Return an entry that lists the settings a run changed when it resumed, or [] if there are
+    none. Continuations that a later start has replaced are not counted."""
+    found: list[tuple[int, str]] = []
+    for event in run.events:
+        if event["kind"] in ("started", "continued"):
+            found = [each for each in found if each[0] < event["step"]]
+        elif match := CHANGED.match(event["text"]):
+            found.append((event["step"], match[1]))
+    keys = list(dict.fromkeys(key for _, key in found))
+    more = f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
+    return [f"changed midway: {', '.join(keys[:SHOWN_KEYS])}{more}"] if keys else []
 
 
 def find_runs(folder: Path, base: Path) -> list[RunData]:
@@ -190,7 +208,10 @@ def comparison(base: Path, folders: Sequence[Path]) -> str:
     metric, heading = measure(runs)
     configs = with_contents(runs)
     differing = differences(configs)
-    rows = (Compared(*each, metric, heading) for each in zip(runs, differing, strict=True))
+    rows = (
+        Compared(run, [*keys, *changed_midway(run)], metric, heading)
+        for run, keys in zip(runs, differing, strict=True)
+    )
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Only the best {MOST} of {len(logged)} runs are shown." if len(logged) > MOST else ""

@@ -15,6 +15,7 @@ from scripts.plots.compare import (
     BITS,
     LOSS,
     Compared,
+    changed_midway,
     differences,
     find_runs,
     measure,
@@ -157,6 +158,18 @@ def test_means_over_sets_with_different_weights_are_not_comparable(
         assert plot.main(command) == 0
         said = "differ in weights of the validation sets in the mean" in capsys.readouterr().err
         assert said is not comparable
+
+
+def test_settings_that_changed_midway_are_listed_unless_the_change_was_undone() -> None:
+    def resumed(step: int, *keys: str) -> list[dict[str, object]]:
+        texts = [f"changed since step {step}: {key} was 1 and is now 2" for key in keys]
+        changed = [{"step": step, "kind": "changed", "text": text} for text in texts]
+        return [{"step": step, "kind": "continued", "text": ""}, *changed]
+
+    starts = [resumed(4, "matrix.lr", "commit"), resumed(8, "steps"), resumed(8), resumed(9)]
+    run = replace(run_of(), events=[*itertools.chain.from_iterable(starts)])
+    assert changed_midway(run) == ["changed midway: matrix.lr"]
+    assert changed_midway(run_of()) == []
 
 
 def test_a_loss_that_was_not_finite_is_a_gap_in_its_line() -> None:
