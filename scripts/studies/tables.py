@@ -55,6 +55,7 @@ LATER: Final = {
     "chosen": {...: [str]},
     "trials": [TRIAL],
     "rows": [{"variant": str, "losses": [NUMBER], "runs": [str]}],
+    "command_overrides": [str],
     "not_comparable": {...: [str]},
     "points": [{"share": int | float, "losses": [NUMBER]}],
 }
@@ -96,8 +97,8 @@ def _check_variants(results: Results) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return all non-empty tables of a study as Markdown, each under a heading. If the study is
-    unfinished, the first line states this."""
+    """Return all non-empty tables of a study as Markdown, each under a heading. The first lines
+    state whether the study is unfinished, and the overrides given on the command line."""
     compared = comparison(results)
     tables = {
         "comparison": [comparison_cells(line) for line in records(compared)],
@@ -117,8 +118,10 @@ def markdown(results: Results) -> str:
             {key: x if isinstance(x, str) else number(x, ".2f") for key, x in line.items()}
             for line in records(tokens_to_loss(results, compared))
         ]
-    unfinished = "" if results.get("complete", True) else f"unfinished: {trained(results)}\n\n"
-    return unfinished + "\n".join(
+    opening = "" if results.get("complete", True) else f"unfinished: {trained(results)}\n\n"
+    if given := results.get("command_overrides"):
+        opening += f"overrides on the command line: {' '.join(given)}\n\n"
+    return opening + "\n".join(
         f"### {name}\n\n{markdown_table(list(rows[0]), [list(row.values()) for row in rows])}"
         for name, rows in tables.items()
         if rows

@@ -54,6 +54,8 @@ def test_differences_are_paired_by_seed():
     assert row in markdown(results)
     begun = markdown(results | {"complete": False, "seeds": [1, 2, 3, 4]})
     assert begun == f"unfinished: 3 of 4 seeds\n\n{markdown(results | {'complete': True})}"
+    shorter = markdown(results | {"command_overrides": ["train.steps=3", "seed=1"]})
+    assert shorter.startswith("overrides on the command line: train.steps=3 seed=1\n\n###")
 
 
 def test_each_dataset_has_its_own_comparison():
