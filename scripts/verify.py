@@ -184,8 +184,9 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
             lambda: iter(() if load_saved_config(run_dir / "config.yaml") else ()),
         )
     for name in LOGS:
-        if os.path.lexists(run_dir / name):
-            yield from rows(str(run_dir / name), partial(log_problems, run_dir, name))
+        found = rows(str(run_dir / name), partial(log_problems, run_dir, name))
+        missing = not os.path.lexists(run_dir / name)
+        yield from (row for row in found if not missing or row[1] != GOOD)
 
 
 def log_problems(run_dir: Path, name: str) -> Iterator[str]:
@@ -198,6 +199,9 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     from training.report.log_lines import read_lines
 
     log = read_lines(run_dir / name)
+    exist = {each for each in ("config.yaml", "events.jsonl") if os.path.lexists(run_dir / each)}
+    if name == "events.jsonl" and exist == {"config.yaml"}:
+        yield "does not exist"
     if log.damaged:
         yield f"{log.damaged} damaged lines"
     if newest_name(run_dir) is None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from functools import reduce
 from operator import getitem
@@ -84,6 +85,12 @@ def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
     assert main([str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
     assert "missing steps: 3, from 6 to 9" in said and "missing steps: 1, from 12 to 12" in said
+    metrics.unlink()
+    assert main([str(tmp_path / "run")]) == 1
+    assert re.search(r"metrics\.jsonl +missing steps: 9, from 1 to 12", capsys.readouterr().out)
+    (tmp_path / "run/events.jsonl").unlink()
+    assert main([str(tmp_path / "run")]) == 1
+    assert re.search(r"events\.jsonl +does not exist", capsys.readouterr().out)
 
 
 def test_every_fact_of_a_manifest_is_compared(tmp_path, capsys):
