@@ -370,9 +370,9 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                     progress.index += 1
                     progress.tokens += len(tokens)
             if end < len(portion.inputs):
+                left = f"{len(portion.inputs) - end:,} of {counted(len(portion.inputs), 'input')}"
                 print(
-                    f"set {plan.name}: the token limit is reached; {len(portion.inputs) - end:,} "
-                    f"of {counted(len(portion.inputs), 'input')} are not read, from "
+                    f"set {plan.name}: the token limit is reached; not read: {left}, from "
                     f"{portion.inputs[end]} on"
                 )
             for name in plan.outputs_of(portion):

@@ -151,7 +151,7 @@ def test_replaced_characters_and_inputs_beyond_the_token_limit_are_said(tmp_path
         output = str(tmp_path / limit)
         assert main([*command, "--tokens", limit, "--output", output]) == 0
         said = capsys.readouterr()
-        left = f"the token limit is reached; 1 of 2 inputs are not read, from {tmp_path}/b.jsonl on"
+        left = f"the token limit is reached; not read: 1 of 2 inputs, from {tmp_path}/b.jsonl on"
         assert (left in said.out) is expected
         checked = len(TEXTS) + 2
         assert f"set web: 1 of the first {checked} documents contains U+FFFD" in said.err
