@@ -64,10 +64,10 @@ class PCConfig(Section):
     blocks: list[str] | None = None
     """Roles whose matrices are preconditioned; null = o, gate, up and down, if they exist."""
     level: PresetLevel | None = None
-    """Strength of the preset. With level 4, each singular value above 0.3 times the largest one
-    becomes about as large as the largest one; this threshold is 0.4 for level 3, 0.6 for level 2
-    and 0.8 for level 1. Level 0 is the identity. null = the paper's choice: 4 with AdamW, 2 with a
-    spectral rule."""
+    """Strength of the preset. With level 4, singular values above 0.3 times the largest become
+    about as large as the largest; this threshold is 0.4 for level 3, 0.6 for level 2 and 0.8 for
+    level 1. Level 0 is the identity. null = the paper's choice: 4 with AdamW, 2 with a spectral
+    rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Level overrides for some roles or layers, keyed by names of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()

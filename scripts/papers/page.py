@@ -85,7 +85,7 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
     """Return the text of docs/papers.md."""
     counts = Counter(item.status for paper in papers.values() for item in paper.items.values())
     listed = ", ".join(f"{status} {count}" for status, count in counts.most_common())
-    parts = [INTRODUCTION, f"Number of items by status: {listed}; {counts.total()} in total.\n"]
+    parts = [INTRODUCTION, f"Items by status: {listed} ({counts.total()} in total).\n"]
     for name, paper in papers.items():
         lines = [
             line(name, key, item, hours) for key, item in paper.items.items() if item.why != DIAGRAM

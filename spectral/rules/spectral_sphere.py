@@ -33,11 +33,11 @@ class SpectralSphereRule(MuonSphereRule):
     subtracted from the direction; a larger component is kept."""
     max_evaluations: int | None = None
     """Maximum number of msign evaluations per unit and step; without early exit, the exact number.
-    null means 8 with early exit. Without early exit, null means 2 for float32 matrices with more
-    than 256 rows on GPUs with slow float64 (consumer cards, B300), and 1 otherwise."""
+    null means 8 with early exit; without early exit, 2 for float32 matrices with more than 256 rows
+    on GPUs with slow float64 (consumer cards, B300), and 1 otherwise."""
     early_exit: bool | None = None
-    """Stop once all units have converged, which requires a host sync; null means true on CPU and
-    false on other devices."""
+    """Stop once all units have converged, which requires a host sync; null means true on CPU, else
+    false."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -84,8 +84,8 @@ class TrainSet(TokenFiles):
     """A training set in the blend."""
 
     weight: AtLeast0 = 1.0
-    """Weight of the training set in the blend, relative to the weights of the other training sets;
-    0 for a training set that is used only in later phases."""
+    """Weight of the training set in the blend, relative to the other training sets; 0 for a set
+    used only in later phases."""
 
 
 class ValidationSet(TokenFiles):
@@ -120,15 +120,15 @@ class DataConfig(Section):
     sets must use the same tokenizer. `NAME: null` removes a training set inherited from the base
     config; `replace: true` in section `data` discards the base config's entire section."""
     phases: tuple[DataPhase, ...] = ()
-    """Later phases of the run with different weights for the training sets, such as
-    `[{after_share: 0.8, weights: {web: 1, books: 3}}]`; [] = use the weights in `train` throughout.
-    When a phase starts, each training set continues where it left off."""
+    """Later phases of the run with different training set weights, such as `[{after_share: 0.8,
+    weights: {web: 1, books: 3}}]`; [] = use the weights in `train` throughout. When a phase starts,
+    each training set continues where it left off."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Token sets for validation, by name; the name appears in metrics, as in `val/<name>/loss`.
     `NAME: null` removes a validation set inherited from the base config."""
     made_by: str | None = None
-    """Command that creates the token sets, and the cost of this command; shown when the files of a
-    token set are missing."""
+    """Command that creates the token sets, and its cost; shown when files of a token set are
+    missing."""
 
     def mean_weights(self) -> dict[str, float]:
         """Return `mean_weights` of the validation sets, rounded for comparisons."""
@@ -160,8 +160,8 @@ class ValidationConfig(Section):
     """Validation during training."""
 
     interval: Whole = 0
-    """Number of steps between validations; validation also runs after the last step. 0 = only after
-    the last step."""
+    """Number of steps between validations; validation also runs after the last step (0 = only
+    then)."""
     samples: Count | None = None
     """Number of sequences to evaluate from each validation set; null = the whole set."""
     samples_interval: Whole = 0
@@ -187,8 +187,8 @@ class TasksConfig(Section):
     scripts/prepare_task.py creates these files. `NAME: null` removes a task inherited from the base
     config."""
     interval: Whole = 0
-    """Number of steps between evaluations of the tasks; the tasks are also evaluated after the last
-    step. 0 = only after the last step."""
+    """Number of steps between evaluations of the tasks; tasks are also evaluated after the last
+    step (0 = only then)."""
     examples: Count | None = None
     """Number of examples to score per task, taken from the start of the task's file; null = all
     examples."""

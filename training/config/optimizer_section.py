@@ -103,17 +103,17 @@ class DistributedConfig(Section):
     """
 
     placement: Strategy = "auto"
-    """Assignment of matrices to owner ranks. ping_pong: sort matrices by ascending size, and deal
-    them out to ranks in ascending, then descending order, as in the SSO paper; auto: balance the
-    load and minimize communication."""
+    """Assignment of matrices to owner ranks. ping_pong: deal out matrices, sorted by ascending
+    size, to ranks in ascending, then descending order, as in the SSO paper; auto: balance the load
+    and minimize communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
     """How to update matrices split by tensor parallelism. owner: one rank updates the whole matrix;
     shardwise: each rank updates its shard as if it were a whole matrix, which changes the result.
     """
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Number of step groups. Buckets are updated group by group; a group's new weights are gathered
-    while the next group is updated. null = the smallest number for which each group contains at
-    most 2^27 elements per rank, but at most four."""
+    while the next group is updated. null = the smallest number for groups of at most 2^27 elements
+    per rank, but at most four."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Dtype in which ranks exchange the momentum and updates of split matrices; null =
     train.precision."""

@@ -39,8 +39,8 @@ class RunConfig(Section):
     """Folder to which the run writes all of its output."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on. cuda: one GPU per rank; cpu: no GPU; auto: cuda if the machine has GPUs,
-    else cpu. If the machine has GPUs but CUDA fails to initialize, the run exits with an error
-    unless device is cpu."""
+    else cpu. If CUDA fails to initialize on a machine with GPUs, the run exits with an error unless
+    device is cpu."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, which slows down the attention backward pass. Operations
     without a deterministic kernel are listed in a warning."""
@@ -77,8 +77,8 @@ class CheckpointConfig(Section):
     """Checkpointing and resuming."""
 
     interval: Whole = 1000
-    """Number of steps between checkpoints; a checkpoint is also saved when the run finishes or is
-    stopped. 0 disables checkpoints."""
+    """Number of steps between checkpoints; another is saved when the run finishes or is stopped. 0
+    disables checkpoints."""
     keep_last: Count | None = 3
     """Number of most recent checkpoints to keep; null keeps all."""
     keep_every: Count | None = None
@@ -277,16 +277,16 @@ class MonitorsConfig(Section):
     """Metric groups to compute in addition to the rules' own metrics. noise and spectra are off by
     default: noise stores the gradients of `noise_samples` micro-batches and the weights of
     `noise_samples` steps; spectra computes the singular values of momentum and updates, which costs
-    as much as computing those of the weights."""
+    as much as for the weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """Per-rank memory limit, in GiB, for the Gram matrices of activations; if the matrices exceed
-    this limit, each monitored step measures a different subset of the layers, in rotation."""
+    """Per-rank memory limit, in GiB, for the Gram matrices of activations; beyond this limit, each
+    monitored step measures a different subset of the layers, in rotation."""
     inspection_gib: Positive = 4.0
     """Per-rank memory limit, in GiB, for gathered matrices, which are inspected in groups of up to
     this size. A larger matrix is inspected on its own."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
     """Number of samples per noise metric: for gradients, the first micro-batches of a monitored
-    step; for updates, the most recent steps, including the monitored step."""
+    step; for updates, the most recent steps, up to the monitored step."""
 
 
 class Config(Section):
