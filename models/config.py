@@ -221,7 +221,7 @@ class ModelConfig(Section):
     vocab_multiple: Rows = 128
     """Pad embedding and head to a multiple of this many rows."""
     tie_embeddings: bool = False
-    """Also use the embedding matrix as the output head. The role of the matrix is `embedding`, so
+    """Also use the embedding matrix as the output head. The matrix's role is `embedding`, so
     optimizer.head and init.head_std have no effect."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""

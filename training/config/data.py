@@ -100,8 +100,8 @@ class DataConfig(Section):
     the data manifest."""
     mock: bool = False
     """Train on random tokens, in documents of 1,024 tokens on average, instead of reading files.
-    The training sets keep their names and weights; if none are configured, a training set named
-    `mock` is used."""
+    The training sets keep their names and weights; if none are configured, one named `mock` is
+    used."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Number of data loading processes per rank; 0 = load samples in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
@@ -117,15 +117,15 @@ class DataConfig(Section):
     document; false masks this loss in training and validation."""
     train: dict[str, TrainSet] = field(default_factory=dict)
     """Token sets for training, by name; at least one is required unless `mock` is true. All token
-    sets must use the same tokenizer. `NAME: null` removes a training set inherited from the base
-    config; `replace: true` in section `data` discards the base config's entire section."""
+    sets must use the same tokenizer. `NAME: null` removes a training set of the base config;
+    `replace: true` in section `data` discards the base config's entire section."""
     phases: tuple[DataPhase, ...] = ()
     """Later phases of the run with different training set weights, such as `[{after_share: 0.8,
     weights: {web: 1, books: 3}}]`; [] = use the weights in `train` throughout. When a phase starts,
     each training set continues where it left off."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Token sets for validation, by name; the name appears in metrics, as in `val/<name>/loss`.
-    `NAME: null` removes a validation set inherited from the base config."""
+    `NAME: null` removes a validation set of the base config."""
     made_by: str | None = None
     """Command that creates the token sets, and its cost; shown when files of a token set are
     missing."""
@@ -184,8 +184,7 @@ class TasksConfig(Section):
     files: dict[str, str] = field(default_factory=dict)
     """Paths of task files by name; the name appears in metrics, as in `task/<name>/acc`. Each line
     of a file is `{"context": "...", "choices": ["...", "..."], "answer": 0}`.
-    scripts/prepare_task.py creates these files. `NAME: null` removes a task inherited from the base
-    config."""
+    scripts/prepare_task.py creates these files. `NAME: null` removes a task of the base config."""
     interval: Whole = 0
     """Number of steps between evaluations of the tasks; tasks are also evaluated after the last
     step (0 = only then)."""
