@@ -68,12 +68,12 @@ def chosen(
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint, step_folder, steps
 
     if not (run / FOLDER).is_dir():
-        problem = f"must contain {FOLDER}, got" if run.exists() else "does not exist:"
-        raise InputError(f"the run folder {problem} {run}{near_name(run)}")
+        requirement = f"contain {FOLDER}" if run.exists() else "exist"
+        raise InputError(f"the run folder {run} must {requirement}{near_name(run)}")
     if real_path(output).parent.name == FOLDER:
         raise InputError(
-            f"the output must not be in a run's {FOLDER}, got {output}: the run would mistake it "
-            "for a checkpoint"
+            f"the output must not be in a run's {FOLDER}, got {output}: the run would treat the "
+            "output as one of its checkpoints"
         )
     existing = steps(run)
     missing = [step for step in requested or () if step not in existing]
@@ -144,7 +144,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="take an exponential moving average with this decay (default: uniform average)",
     )
     parser.add_argument(
-        "--on-sphere", action="store_true", help="rescale sphere-rule matrices to their radius"
+        "--on-sphere",
+        action="store_true",
+        help="rescale each matrix of a sphere rule to the radius of its sphere",
     )
     options = parser.parse_args(arguments)
     if options.steps is not None and len(set(options.steps)) < max(2, len(options.steps)):

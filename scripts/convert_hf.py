@@ -132,8 +132,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=("huggingface", "consolidated"),
         default="huggingface",
-        help="output format; consolidated keeps Spectrain's parameter names and shapes (default: "
-        "huggingface)",
+        help="output format: huggingface (default), or consolidated, which uses Spectrain's "
+        "parameter names and shapes",
     )
     export.add_argument(
         "--dtype",
@@ -157,7 +157,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="skip comparing the logits with transformers",
+        help="skip the comparison of the exported model's logits with the trained model's logits",
     )
     back = commands.add_parser("import", help="convert a model folder to a checkpoint")
     back.add_argument("source", type=Path, metavar="HF_DIR", help="Hugging Face model folder")

@@ -222,8 +222,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "model",
         type=Path,
         metavar="OUT",
-        help="exported model folder or, for .jsonl tasks, a run or checkpoint folder to score with "
-        "the trainer's forward pass",
+        help="exported model folder; for .jsonl tasks, a run or checkpoint folder is also allowed "
+        "and is scored with the trainer's forward pass",
     )
     parser.add_argument(
         "--tasks",

@@ -52,8 +52,10 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
     """
     if (source / "config.json").is_file():
         if tokenizer is not None:
-            rule = "--tokenizer is only valid with a run or checkpoint"
-            raise InputError(f"{rule}, got the exported model {source}")
+            raise InputError(
+                "--tokenizer is only valid with a run or checkpoint, got the exported model "
+                f"{source}"
+            )
         if not (source / "tokenizer.json").is_file():
             raise InputError(f"{source} must contain tokenizer.json; export it with a tokenizer")
         yield source

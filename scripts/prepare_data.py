@@ -89,7 +89,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
             return
     check_replaceable(output, options.overwrite)
     for plan in preparation.sets:
-        print(f"set {plan.name} {plan.listing()}")
+        print(f"token set {plan.name} {plan.listing()}")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _check_export(preparation.tokenizer)

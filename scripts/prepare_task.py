@@ -140,8 +140,8 @@ def examples(source: str, name: str) -> Iterator[Example]:
     for each in listing.inputs:
         if not each.has_keys:
             raise DataError(
-                f"{each} must contain rows: its suffix must be .jsonl, .ndjson or .json, each also "
-                "with .gz, .xz, .zst or .zstd, or .parquet"
+                f"the suffix of {each} must be .parquet, .jsonl, .ndjson or .json; a JSON "
+                "suffix may be followed by .gz, .xz, .zst or .zstd"
             )
     for where, row in chain.from_iterable(map(rows_of, listing.inputs)):
         try:
@@ -150,8 +150,8 @@ def examples(source: str, name: str) -> Iterator[Example]:
             missing = isinstance(error, KeyError)
             got = f"no key {error} among {', '.join(row)}" if missing else f"{row!r:.200}"
             raise DataError(
-                f"{where}: the row must have the format {name}, including an answer (some test "
-                f"splits have none), got {got}"
+                f"{where}: the row must have the format {name} and contain an answer, got {got}; "
+                "some test splits contain no answers"
             ) from None
         yield example_of(dict(zip(KEYS, values, strict=True)), where)
 

@@ -143,7 +143,7 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
     facts = {"documents": tokens.documents(), "max_token": largest, "dtype": block.dtype.name}
     if lengths is not None:
         facts["bytes"] = size
-    yield from unlike(f"set {name}", entry, facts)
+    yield from unlike(f"token set {name}", entry, facts)
 
 
 def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[str]:

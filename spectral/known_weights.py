@@ -133,10 +133,10 @@ class KnownWeights:
             shown, first = listed(unclear), next(iter(unclear))
             raise ValueError(
                 f"{shown}\npass split_parameters one of these arguments:\n"
-                "example=(...): the arguments of a forward pass\n"
-                f"units={{{first!r}: {{'rows': [n]}}}}: the row count of each matrix\n"
-                f"units={{{first!r}: {{}}}}: the weight is a single matrix\n"
-                "elementwise=[...]: weights or modules to update with AdamW"
+                "- example=(...), the arguments of a forward pass\n"
+                f"- units={{{first!r}: {{'rows': [n]}}}}, with the row count of each matrix\n"
+                f"- units={{{first!r}: {{}}}}, for a single matrix\n"
+                "- elementwise=[...], with the weights or modules to update with AdamW"
             )
         return answers
 

@@ -347,11 +347,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
             return
         if named:
             raise ValueError(
-                "a group must not contain parameter names, because the other groups contain none; "
-                "create the optimizer with split_parameters(model)"
+                "a group must not contain parameter names, because the other groups contain no "
+                "names; create the optimizer with split_parameters(model)"
             )
         raise ValueError(
-            "a group must contain parameter names, because the other groups contain them; call "
+            "a group must contain parameter names, because the other groups contain names; call "
             "optimizer.add_param_group for each group of split_parameters(module)"
         )
 
@@ -777,9 +777,9 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
             rule.init_state(torch.empty(1, *shape, device="meta"))
         except ValueError:
             raise ValueError(
-                f"{name or 'a parameter'} of rule {type(rule).__name__} must have at least 2 "
-                f"dimensions, got shape {shape}; put the parameter in a group with an elementwise "
-                "rule, as split_parameters(model) does"
+                f"{type(rule).__name__} requires parameters with at least 2 dimensions, got shape "
+                f"{shape} for {name or 'a parameter'}; put the parameter in a group with an "
+                "elementwise rule, as split_parameters(model) does"
             ) from None
     division.boxes(parameter.shape)
 

@@ -120,8 +120,8 @@ def watch(
             kind = "sharded" if is_dtensor(weight) else "on the meta device"
             remedy = "before sharding it" if is_dtensor(weight) else "after materializing it"
             raise ValueError(
-                f"the model cannot run on example, because parameter {name} is {kind}: split the "
-                f"model {remedy}, or omit example"
+                f"the model cannot run on `example`, because parameter {name} is {kind}: split the "
+                f"model {remedy}, or omit `example`"
             )
     if not callable(example):  # the pass may write to the example
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
@@ -157,10 +157,10 @@ def watch(
     if problems:
         raise ValueError(
             listed(problems) + "\nfor each of these weights, pass one of these arguments:\n"
-            "units={name: {'rows': [n]}}: the row count of each matrix\n"
-            "units={name: {}}: the weight is a single matrix\n"
-            "elementwise=[...]: weights or modules to update with AdamW\n"
-            "example=(...): the arguments of a forward pass that uses the weight"
+            "- units={name: {'rows': [n]}}, with the row count of each matrix\n"
+            "- units={name: {}}, for a single matrix\n"
+            "- elementwise=[...], with the weights or modules to update with AdamW\n"
+            "- example=(...), the arguments of a forward pass that uses the weight"
         )
     return seen
 
@@ -176,7 +176,7 @@ def _run(model: nn.Module, example: Any) -> Any:
                 return model(*example)
             return example() if callable(example) else model(example)
     except Exception as error:
-        error.add_note("raised in the forward pass of example, which must be the model's arguments")
+        error.add_note("raised in the forward pass on `example`: pass the model's arguments")
         raise
 
 
@@ -271,7 +271,7 @@ class Watch(TorchDispatchMode):
                 raise ValueError(
                     f"{name} shares its storage with another weight, so the uses of the two "
                     "weights cannot be distinguished: store each weight in a separate tensor "
-                    "(p.data = p.data.clone()), or omit example"
+                    "(p.data = p.data.clone()), or omit `example`"
                 )
             start = self.numbers.end
             end = start + self.weights.number(weight, start)

@@ -141,7 +141,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         if progress.read is None:
             raise ResumeError(
                 f"{info.path} was saved by an earlier version and does not record how much of each "
-                "set was read: resume with the original data until the next checkpoint, then "
+                "token set was read: resume with the original data until the next checkpoint, then "
                 "change the data"
             )
         phase = present.phase_after(progress.sample, progress.read)

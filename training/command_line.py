@@ -98,9 +98,9 @@ def check_single() -> None:
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
             raise ConfigError(
-                f"{launcher} started {count} processes, but each of them would train its own run, "
-                "because the environment variable WORLD_SIZE is not set: start one torchrun per "
-                f"node, or, in an interactive shell of {launcher}, run `unset {name}` first"
+                f"{launcher} started {count} processes, each of which would train a separate run, "
+                "because WORLD_SIZE is not set: start one torchrun per node. In an interactive "
+                f"shell of {launcher}, run `unset {name}` first"
             )
 
 

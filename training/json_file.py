@@ -64,7 +64,7 @@ def check_regular(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
     if any(real_path(path).is_relative_to(folder) for folder in KERNEL):
-        raise OSError(EINVAL, "Not a file on a disk", str(path))
+        raise OSError(EINVAL, "Not a file on disk", str(path))
 
 
 def read_regular(path: Path) -> bytes:

@@ -23,7 +23,7 @@ def local_path(key: str, path: str | None) -> "Check":
     variable = VARIABLE.search(path)
     name = "HOME" if path.startswith("~") else variable[1] if variable else None
     rule = (
-        f"must not start with ~ or contain $NAME, got {path!r:.80}: they are not expanded; write "
-        f"'${{oc.env:{name}}}' for the variable's value"
+        f"must not start with ~ or contain $NAME, got {path!r:.80}: ~ and $NAME are not expanded; "
+        f"write '${{oc.env:{name}}}' for the variable's value"
     )
     return key, name is not None, rule

@@ -93,11 +93,11 @@ class NonFiniteGuard:
             self._in_a_row.append((step, first))
             if len(self._in_a_row) > self.limit:
                 began, sample = self._in_a_row[0]
-                spike = ", or the loss was a spike," if self.spikes else ""
+                spike = ", or the loss was a spike" if self.spikes else ""
                 raise NonFiniteError(
-                    f"the loss or gradient was not finite{spike} in "
-                    f"steps {began} to {step} (samples {sample} to {end - 1}): more than "
-                    f"train.max_skipped_steps = {self.limit} consecutive steps",
+                    f"more than train.max_skipped_steps = {self.limit} consecutive steps were "
+                    f"skipped: in steps {began} to {step} (samples {sample} to {end - 1}), the "
+                    f"loss or gradient was not finite{spike}",
                     began,
                     (sample, end),
                 )
@@ -112,9 +112,9 @@ class NonFiniteGuard:
         if streak > self.limit:
             first, end = samples
             raise NonFiniteError(
-                f"the update of {name} was not finite or did not stay bounded in "
-                f"{streak} consecutive steps before step {step}, more than "
-                f"train.max_skipped_steps = {self.limit}",
+                f"more than train.max_skipped_steps = {self.limit} consecutive updates of {name} "
+                f"were skipped ({streak} before step {step}): these updates were nonfinite or "
+                "unbounded",
                 max(1, step - streak + 1),
                 (max(0, end - streak * (end - first)), end),
             )

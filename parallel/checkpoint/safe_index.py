@@ -89,7 +89,9 @@ def read_index(folder: str | Path) -> Metadata:
         raise UnsafeIndexError(f"{path} is not checkpoint metadata")
     for name in index_files(index):
         if name != os.path.basename(name) or not (Path(folder) / name).is_file():
-            raise UnsafeIndexError(f"{path} is not trusted: {name!r} is not a file in that folder")
+            raise UnsafeIndexError(
+                f"{path} is not trusted: {name!r} is not a file in the same folder"
+            )
     return index
 
 

@@ -330,7 +330,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole_number(),
         nargs="+",
         default=[1, 8],
-        help="numbers of ranks; for each, the busiest rank's matrices are measured (default: 1 8)",
+        help="numbers of ranks; for each number, measure the matrices of the rank with the highest "
+        "load (default: 1 8)",
     )
     parser.add_argument("--peers", type=Path, help="folder with checkouts of other libraries")
     parser.add_argument(

@@ -192,7 +192,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--steps", type=whole_number(), default=10, help="number of timed steps (default: 10)"
     )
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens")
-    parser.add_argument("--peak-flops", type=float, help="dense bf16 peak of one device (FLOP/s)")
+    parser.add_argument(
+        "--peak-flops", type=float, help="dense bf16 peak performance of one device (FLOP/s)"
+    )
     add_json(parser)
     return parser.parse_intermixed_args(arguments)
 

@@ -82,8 +82,8 @@ class Corpus:
         if len(self.parts) == 1 and (root.is_file() or _holds_rows(root)):
             return str(root)
         raise DataError(
-            f"--from {root} contains no folder for {name}, a part of {self.name}; move the {name} "
-            f"files to one of {', '.join(map(str, folders))}"
+            f"--from {root} must contain a folder for the part {name} of corpus {self.name}; move "
+            f"the files of {name} to one of {', '.join(map(str, folders))}"
         )
 
 

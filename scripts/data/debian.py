@@ -201,8 +201,8 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
     if digest != content.sha256:
         raise DataError(
             f"the documents of {name} must have sha256 {content.sha256}, got {digest}; packages "
-            f"that differ from the recorded sha256: {', '.join(others) or 'none'}. Run `apt-get "
-            "update` and try again, or record the new sha256 in your own --corpus file"
+            f"whose sha256 differs from the recorded one: {', '.join(others) or 'none'}. Run "
+            "`apt-get update` and try again, or record the new sha256 in your own --corpus file"
         )
     (output / f"{name}.jsonl").write_bytes(encoded)
     return [f"{name}.jsonl: sha256 {digest}", *reports]

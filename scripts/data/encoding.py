@@ -169,7 +169,9 @@ class RoundTrip:
         if allowed or not (final or self.decoded >= DECODED):
             return
         if self.lost > LARGEST * self.decoded:
-            raise DataError(f"set {name}: {self}; use a lossless tokenizer, or pass --allow-lossy")
+            raise DataError(
+                f"token set {name}: {self}; use a lossless tokenizer, or pass --allow-lossy"
+            )
 
     def __str__(self) -> str:
         share, total = self.lost / max(1, self.decoded), counted(self.decoded, "decoded document")

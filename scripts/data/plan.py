@@ -148,27 +148,28 @@ class Preparation:
             if empty:
                 rest = len(empty) - 1
                 more = f" and {counted(rest, 'more input')} contain" if rest else " contains"
-                warnings.append(f"set {plan.name}: {empty[0]}{more} no documents")
+                warnings.append(f"token set {plan.name}: {empty[0]}{more} no documents")
             first, blank, replaced = map(sum, zip(*counts, strict=True))
             if blank:
                 warnings.append(
-                    f"set {plan.name}: {blank:,} of the first {counted(first, 'document')} "
+                    f"token set {plan.name}: {blank:,} of the first {counted(first, 'document')} "
                     f"{'is' if blank == 1 else 'are'} blank; blank documents are skipped"
                 )
             if replaced:
                 warnings.append(
-                    f"set {plan.name}: {replaced:,} of the first {counted(first, 'document')} "
+                    f"token set {plan.name}: {replaced:,} of the first "
+                    f"{counted(first, 'document')} "
                     f"{'contains' if replaced == 1 else 'contain'} U+FFFD, which replaces bytes "
                     "that could not be decoded; convert the original files to UTF-8 again"
                 )
             listing = plan.listing()
-            warnings += [f"set {plan.name}: {text}" for text in listing.warnings()]
+            warnings += [f"token set {plan.name}: {text}" for text in listing.warnings()]
             train = [each for part in plan.portions if not part.held_out for each in part.inputs]
             held_out = held_out_files([each.path for each in train if isinstance(each, FileInput)])
             if held_out:
                 files = counted(len(held_out), "file")
                 warnings.append(
-                    f"set {plan.name}: {files} of held-out splits, such as {held_out[0]}, "
+                    f"token set {plan.name}: {files} of held-out splits, such as {held_out[0]}, "
                     f"{'is' if len(held_out) == 1 else 'are'} read as training documents; to "
                     "exclude them, pass a quoted glob such as 'FOLDER/**/train*'"
                 )

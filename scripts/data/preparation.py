@@ -278,15 +278,15 @@ class Pipeline:
             if count := self.blank.total():
                 example = self.blank.most_common(1)[0][0]
                 print(
-                    f"warning: set {plan.name}: skipped {counted(count, 'blank document')}, most "
-                    f"of {example}{', since the preparation was resumed' if resumed else ''}",
+                    f"warning: token set {plan.name}: skipped {counted(count, 'blank document')}, "
+                    f"most of {example}{', since the preparation was resumed' if resumed else ''}",
                     file=sys.stderr,
                 )
             self.blank.clear()
         for name, decoded in self.progress.decoded.items():
             decoded.check(name, allowed=self.preparation.allow_lossy, final=True)
             if decoded.lost:
-                print(f"warning: set {name}: {decoded}", file=sys.stderr)
+                print(f"warning: token set {name}: {decoded}", file=sys.stderr)
 
     def documents(
         self, plan: SetPlan, portion: Portion, first: int, files: Collection[DocumentFile]
@@ -372,7 +372,7 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
             if end < len(portion.inputs):
                 left = f"{len(portion.inputs) - end:,} of {counted(len(portion.inputs), 'input')}"
                 print(
-                    f"set {plan.name}: the token limit is reached; not read: {left}, from "
+                    f"token set {plan.name}: the token limit is reached; not read: {left}, from "
                     f"{portion.inputs[end]} on"
                 )
             for name in plan.outputs_of(portion):
@@ -414,7 +414,7 @@ def _check_fraction(plan: SetPlan, train: int, held_out: int) -> None:
         )
     remedies = remedies or ["add documents, or pass separate ones as --validation NAME=INPUT"]
     raise DataError(
-        f"set {plan.name}.{kind} would be empty: --validation-fraction {plan.fraction} of "
+        f"token set {plan.name}.{kind} would be empty: --validation-fraction {plan.fraction} of "
         f"{counted(count, 'document')} {problem}; {', or '.join(remedies)}"
     )
 

@@ -40,4 +40,4 @@ class Repeats:
             for text, number in repeated.items():
                 if number:
                     of = f"{number * self._one_in:,} of {total * self._one_in:,} documents"
-                    yield f"set {name}: {about}{of} {text}"
+                    yield f"token set {name}: {about}{of} {text}"

@@ -27,7 +27,7 @@ def token_dtype(vocab_size: int) -> str:
 
 def no_documents(name: str, source: list[str]) -> DataError:
     """Return the DataError for a set without documents."""
-    return DataError(f"set {name} would be empty: no documents in {', '.join(source)}")
+    return DataError(f"token set {name} would be empty: no documents in {', '.join(source)}")
 
 
 @dataclass

@@ -166,7 +166,7 @@ def _find_eod(source: Path, content: dict[str, Any], tokenizer: Tokenizer) -> st
     if not special:
         raise DataError(f"{source} has no special token to mark the end of documents; add one")
     raise DataError(
-        f"the end-of-document token of {source} is ambiguous; pass --eod TOKEN, one of "
+        f"the end-of-document token of {source} is ambiguous; pass --eod with one of the tokens "
         f"{', '.join(special)}"
     )
 

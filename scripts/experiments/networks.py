@@ -160,7 +160,7 @@ def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Tra
         loss, inputs = problem.loss(weights)
         gradients = torch.autograd.grad(loss, weights)
         if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"the loss is {loss.item()} at step {step}")
+            raise FloatingPointError(f"the loss must be finite, got {loss.item()} at step {step}")
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         run.losses.append(loss.item())

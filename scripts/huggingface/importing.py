@@ -115,9 +115,9 @@ def their_settings(source: Path) -> dict[str, Any]:
     base, rope = written.get("rope_theta"), written.get("rope_parameters") or {}
     if base is not None and rope.get("rope_theta", base) != base:
         raise InputError(
-            f"{path}: rope_theta, read by transformers 4, is {base}, but "
-            f"rope_parameters.rope_theta, read by transformers 5, is {rope['rope_theta']}; remove "
-            "the wrong one"
+            f"{path}: rope_theta and rope_parameters.rope_theta must be equal, got {base} and "
+            f"{rope['rope_theta']}: transformers 4 reads the first key, and transformers 5 reads "
+            "the second key; remove the wrong key"
         )
     settings: dict[str, Any] = config.to_dict()
     # Add the aliases under which transformers also reads some settings.
@@ -188,11 +188,11 @@ class TheirFiles:
         if not index.is_file() and not whole.is_file():
             names = sorted(path.name for path in self.source.iterdir() if path.suffix in FORMATS)
             if not names:
-                raise InputError(f"{self.source} has no {whole.name} or {INDEX_FILE}")
+                raise InputError(f"{self.source} must contain {whole.name} or {INDEX_FILE}")
             raise InputError(
-                f"{self.source} has no {whole.name}, only {abridged(names)}, which cannot be read; "
-                f'convert with transformers: AutoModelForCausalLM.from_pretrained("{self.source}", '
-                'dtype="auto").save_pretrained("NEW")'
+                f"{self.source} must contain {whole.name}, got only {abridged(names)}; convert the "
+                "weights with transformers: AutoModelForCausalLM.from_pretrained("
+                f'"{self.source}", dtype="auto").save_pretrained("NEW")'
             )
         if not index.is_file():
             return [whole]
@@ -220,7 +220,7 @@ class TheirFiles:
         missing = [name for name in expected if name not in self._files]
         if missing:
             others = self._files.keys() - expected.keys()
-            instead = f"; it has {abridged(others)} instead" if others else ""
+            instead = f"; the files contain {abridged(others)} instead" if others else ""
             raise InputError(
                 f"{self.source} is missing tensors of the model in the config: {abridged(missing)}"
                 f"{instead}"
@@ -239,7 +239,7 @@ class TheirFiles:
         more = [name for name in self._files.keys() - legal if not name.endswith(IGNORED)]
         if more:
             raise InputError(
-                f"{self.source} contains tensors that the model in the config does not have: "
+                f"{self.source} contains tensors that do not belong to the model in the config: "
                 f"{abridged(more)}"
             )
         if len(kinds) != 1 or not kinds <= DTYPES.keys():

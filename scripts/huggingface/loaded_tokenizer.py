@@ -35,8 +35,8 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     if more:
         raise InputError(
             f"tokenizer_config.json in {folder} must not add tokens to tokenizer.json, got "
-            f"{', '.join(sorted(more)):.80}; remove these tokens, because with them text would be "
-            "encoded differently than during training"
+            f"{', '.join(sorted(more)):.80}; remove these tokens, because the training text was "
+            "encoded without them"
         )
     check_tokens(tokenizer, stored, with_template=with_template)
     return tokenizer

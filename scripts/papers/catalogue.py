@@ -107,15 +107,16 @@ class Item(Section):
 
     def __post_init__(self) -> None:
         if self.status not in ("not run", "nothing to run") and self.result is None:
-            raise ValueError(f"result must be set if status is {self.status!r}, got null")
-        if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
+            raise ValueError(f"`result` must be set for status {self.status!r}, got null")
+        if self.status == "nothing to run" and (self.tiny or self.full):
             raise ValueError(
-                "status 'nothing to run' requires why, and tiny and full must be empty"
+                "`tiny` and `full` must be empty for status 'nothing to run', got "
+                f"{self.tiny} and {self.full}"
             )
-        if self.status == "not run" and self.why is None:
-            raise ValueError("status 'not run' requires why, got null")
+        if self.status in ("not run", "nothing to run") and self.why is None:
+            raise ValueError(f"`why` must be set for status {self.status!r}, got null")
         if self.measure is not None and self.file is None:
-            raise ValueError("file must be set if measure is set, got null")
+            raise ValueError("`file` must be set for an item with `measure`, got null")
 
 
 class Paper(Section):

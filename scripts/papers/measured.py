@@ -62,7 +62,7 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.study is not None and self.seeds:
-            raise ValueError(f"seeds must be empty if study is set, got {self.seeds}")
+            raise ValueError(f"`seeds` must be empty for a measure with `study`, got {self.seeds}")
         for name, text in self.series.items():
             words = text.split()
             if (words[0] == "metric") != (len(words) == 2) or words[0] not in ("metric", *OVER):

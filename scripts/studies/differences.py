@@ -49,8 +49,8 @@ def differences(
         for key in study.variants[name].differs:
             if not any(covered(each, [key]) for each in unlike):
                 raise InputError(
-                    f"{name}.differs must not contain {key}, because {name} and {other} have the "
-                    "same value"
+                    f"{name}.differs must not contain {key}, because the value of {key} is the "
+                    f"same in {name} and {other}"
                 )
         declared = {*study.variants[name].differs}
         for each in (name, other):

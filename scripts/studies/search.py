@@ -108,7 +108,8 @@ def try_all(
         if other is not candidate:
             raise InputError(
                 f"{name}: the candidates {' '.join(other)} and {' '.join(candidate)} are the same "
-                "run, because later overrides replace the values that differ; remove one of them"
+                "run, because later overrides replace all values in which the candidates differ; "
+                "remove one of the candidates"
             )
     trained = iter(train(runs))
     trials = []

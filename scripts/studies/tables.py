@@ -88,7 +88,9 @@ def _check_variants(results: Results) -> None:
         losses = row.get("datasets", {})
         check_shape(losses, {...: [NUMBER]}, f"datasets of {name}")
         if any(len(each) != len(row["losses"]) for each in losses.values()):
-            raise InputError(f"datasets of {name} must have as many losses as the row")
+            raise InputError(
+                f"each dataset of {name} must have the same number of losses as the row"
+            )
     used = [variant["against"] for variant in names.values() if variant["against"] is not None]
     used += [trial["variant"] for trial in results.get("trials", ())]
     for name in used:

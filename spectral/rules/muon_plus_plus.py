@@ -61,7 +61,7 @@ class MuonPlusPlusRule(RadiusRule):
         require(
             not (self.correlation_rescale and self.algorithm == "project_rescale"),
             "correlation_rescale must be False with project_rescale, got True: project_rescale "
-            "would undo it",
+            "would undo the rescaling",
         )
 
     @property

@@ -92,8 +92,8 @@ class MuonSphereRule(RadiusRule):
         if self.retraction == "hard" or weight_decay <= 0:
             return None
         return (
-            f"weight_decay must be 0 with retraction dynamic, got {weight_decay}: it would "
-            "counteract the retraction to the radius"
+            f"weight_decay must be 0 with retraction dynamic, got {weight_decay}: weight "
+            "decay would counteract the retraction to the radius"
         )
 
     def init_state(self, weight: Tensor) -> State:

@@ -107,7 +107,7 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     overlay.write_text("base: config.yaml\ndata:\n  train:\n    mine: {path: nowhere/mine}\n")
     assert run(folder, "--config", str(overlay)) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "error: set mine: file nowhere/mine.idx does not exist"
+    assert said[0] == "error: token set mine: file nowhere/mine.idx does not exist"
     assert said[-2].startswith(
         f"error: nowhere/mine is relative to the working directory, {Path.cwd()}: run"
     )
@@ -121,7 +121,7 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     keys = ["data.train.walk=null", "model.vocab_size=null", "data.made_by=make data"]
     said = refusal(run(folder, "--config", str(overlay), *keys))
     first = (
-        "set mine: file nowhere/mine.idx does not exist; "
+        "token set mine: file nowhere/mine.idx does not exist; "
         "to plan without data, set model.vocab_size\n"
     )
     assert f"{first}error: to create the sets: make data\n" in said

@@ -252,7 +252,7 @@ class Saver:
         self.abandon()
         self._refused += 1
         if self._refused == REFUSALS:
-            raise self._error(f"{text} (in {REFUSALS} consecutive checkpoints)")
+            raise self._error(f"{text}; this is the last of {REFUSALS} consecutive failures")
         if self.groups.rank == 0:
             print(f"warning: step {self._meta['step']} could not be saved: {text}", flush=True)
 

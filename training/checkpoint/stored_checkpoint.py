@@ -77,9 +77,11 @@ class RunMeta(Meta):
 
     def __post_init__(self) -> None:
         if missing := {"data", "tokenizer"} - self.identity.keys():
-            raise ValueError(f"identity lacks {' and '.join(sorted(missing))}")
+            keys = " and ".join(sorted(missing))
+            raise ValueError(f"identity must contain {keys}, got {[*self.identity]}")
         if self.progress.step != self.step:
-            raise ValueError(f"step must equal progress.step = {self.progress.step}")
+            rule = f"step must equal progress.step = {self.progress.step}"
+            raise ValueError(f"{rule}, got {self.step}")
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class StoredTensors:
         must match."""
         missing = [key for key in targets if key not in self]
         if missing:
-            raise BrokenCheckpointError(f"{self.folder} has no {abridged(missing)}")
+            raise BrokenCheckpointError(f"{self.folder} must contain {abridged(missing)}")
         for key, target in targets.items():
             if target.shape != self._tensors[key].size:
                 raise BrokenCheckpointError(
@@ -325,11 +327,14 @@ class CheckpointWeights:
         stored = self._stored.keys("weight/")
         present = {key for key in stored if not key.endswith(GAMMA)}
         if expected - present:
-            raise BrokenCheckpointError(f"{self.info.path} has no {abridged(expected - present)}")
+            raise BrokenCheckpointError(
+                f"{self.info.path} is missing weights of the model in {CONFIG}: "
+                f"{abridged(expected - present)}"
+            )
         if present - expected:
             raise BrokenCheckpointError(
-                f"{self.info.path} contains {abridged(present - expected)}, which the model in its "
-                "config does not have"
+                f"{self.info.path} contains weights that do not belong to the model in {CONFIG}: "
+                f"{abridged(present - expected)}"
             )
 
     def effective(self, unit: Unit) -> Tensor:
@@ -340,7 +345,7 @@ class CheckpointWeights:
         keys = [f"pc/{unit.name}/u", f"pc/{unit.name}/v", f"{key}{GAMMA}"]
         missing = [each for each in (key, *keys) if each not in self._stored]
         if missing:
-            raise BrokenCheckpointError(f"{self.info.path} has no {missing[0]}")
+            raise BrokenCheckpointError(f"{self.info.path} must contain {missing[0]}")
         stored = self._stored.read(keys)
         u, v, gamma = (stored[each].float() for each in keys)
         preconditioner = pc.preconditioner(unit)

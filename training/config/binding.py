@@ -147,7 +147,7 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
             bounds = {k: f"{v:g}" if isinstance(v, float) else v for k, v in problem["ctx"].items()}
             yield f"{path} must be {BOUNDS[name].format(**bounds)}, got {shown(value)}"
         elif value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
-            yield f"{path}=null removes an entry of a base file, but no base file defines it"
+            yield f"{path}=null removes an entry of a base file, but no base file defines {path}"
         else:
             line = f"{path or 'the config'} must be {allowed_values(kind)}, got {shown(value)}"
             words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]

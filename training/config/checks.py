@@ -125,7 +125,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
     pc, model = config.pc, config.model
     if pc is None:
         return
-    rule = "must be null with PC layers: they would change the loaded effective weights"
+    rule = "must be null with PC layers: PC layers would change the loaded effective weights"
     yield "checkpoint.initialize_from", config.checkpoint.initialize_from is not None, rule
     options = [role for role in roles_of(config) if role not in NOT_LINEAR]
     yield from misnamed("pc.blocks", pc.blocks or [], options)

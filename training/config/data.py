@@ -54,7 +54,9 @@ class DataPhase(Section):
     def checks(self) -> Iterator[Check]:
         """Check that exactly one key defines the start of the phase."""
         keys = [key for key in BEGINNINGS if getattr(self, key)]
-        rule = f"or after_share or with_decay must be set, and only one of them, got {len(keys)}"
+        rule = (
+            f"or after_share or with_decay must be set, but only one of these keys, got {len(keys)}"
+        )
         yield "after_steps", len(keys) != 1, rule
 
     @property

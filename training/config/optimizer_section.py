@@ -205,8 +205,8 @@ class OptimizerConfig(Section):
         for name in RULES if self.distributed.cuda_graph else ():
             field_name = self.rule(name).waiting_field
             problem = (
-                "must not be true with distributed.cuda_graph: it synchronizes the host with the "
-                "device"
+                f"must be false with distributed.cuda_graph: {field_name} causes a host sync in "
+                "every step"
             )
             yield f"rules.{name}.{field_name}", field_name, problem
 

@@ -350,7 +350,10 @@ def _checked(text: str) -> yaml.Node | None:
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{kind}")
             merges = [key for key, _ in node.value if key.value == "<<"]
             if len(merges) > 1:  # other duplicates are rejected by OmegaConf
-                raise yaml.YAMLError("a mapping must have at most one <<; its value may be a list")
+                raise yaml.YAMLError(
+                    "a mapping must have at most one <<; to merge several mappings, set << to a "
+                    "list"
+                )
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 number = key.tag.endswith((":bool", ":float")) or _NUMBER.fullmatch(key.value)
                 if number and not key.style:

@@ -77,7 +77,7 @@ class DocumentIndex:
             block = self.borders[first : first + STEP + 1]
             ordered = ordered and not (np.diff(block) < 0).any()
             if not ordered:
-                raise ValueError("documents must be listed in the same order as their tokens")
+                raise ValueError("documents must be listed in the order of their tokens")
             places = self.places[np.minimum(block, sequences - 1)]
             places[block == sequences] = self.tokens * self.itemsize
             filled += int(np.count_nonzero(np.diff(places)))

@@ -95,7 +95,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise DataError(f"{path}: {error.problems[0]}") from None
     for name in (manifest.tokenizer.file, *manifest.sets):
         if not name or name != Path(name).name:
-            raise DataError(f"{path} must name only files in its folder, got {name!r:.60}")
+            raise DataError(f"{path} must list only files in the same folder, got {name!r:.60}")
     return manifest
 
 
@@ -144,9 +144,10 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
     if len(files) > 1:
         parts = [f"{', '.join(users[digest])} from {file}" for digest, file in files.items()]
         raise DataError(
-            f"the sets use {len(files)} different tokenizers: {'; '.join(parts)}\nuse only sets "
-            "with the same tokenizer (`replace: true` in a config's data section removes the sets "
-            "of its base), or prepare the other sets again with --tokenizer"
+            f"all token sets must use the same tokenizer, got {len(files)} tokenizers: "
+            f"{'; '.join(parts)}\nTo replace the token sets of a base config, set `replace: true` "
+            "in the data section. To change the tokenizer of a token set, prepare the token set "
+            "again with --tokenizer"
         )
 
 

@@ -224,8 +224,8 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
     for (name, weight), samples in zip(weights.items(), exact, strict=True):
         if samples < 1:
             raise ConfigError(
-                f"weight of set {name} must be at least 1/{BLEND_PERIOD} of the sum of all "
-                f"weights ({total}), got {weight}"
+                f"the weight of token set {name} must be at least 1/{BLEND_PERIOD} of the sum of "
+                f"all weights ({total}), got {weight}"
             )
     quotas = np.floor(exact).astype(np.int64)
     # The samples left over from rounding down go to the sets with the largest remainders.

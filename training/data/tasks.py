@@ -197,8 +197,8 @@ def _requests(
     if not example.context:
         if end_token is None:
             raise DataError(
-                f"{where}: an empty context requires the end-of-document token, but the data has "
-                "no manifest to define it"
+                f"{where}: an empty context requires an end-of-document token, but the data has no "
+                "manifest that defines this token"
             )
         # A choice that starts with the end token provides its own context.
         wholes = [ids if ids[:1] == [end_token] else [end_token, *ids] for ids in wholes]

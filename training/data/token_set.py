@@ -72,8 +72,8 @@ class TokenSet:
         self.tokens: int = os.path.getsize(self.prefix + ".bin") // self._dtype.itemsize
         if len(self) == 0:
             raise DataError(
-                f"set {name} ({prefix}) has {self.tokens} tokens, but a window of "
-                f"sequence_length {sequence_length} needs {sequence_length + 1} tokens"
+                f"token set {name} ({prefix}) must contain at least {sequence_length + 1} tokens "
+                f"for sequence_length {sequence_length}, got {self.tokens}"
             )
         self.vocab_size = vocab_size
         self._blocks = None if verify == "none" else self._verified(verify, share)
@@ -115,7 +115,9 @@ class TokenSet:
         try:
             return self._documents.count()
         except ValueError as error:
-            raise DataError(f"set {self.name}: {self.prefix}.idx is corrupt: {error}") from error
+            raise DataError(
+                f"token set {self.name}: {self.prefix}.idx is corrupt: {error}"
+            ) from error
 
     def check_documents(self, borders: Borders) -> None:
         """Raise DataError if the index contains fewer than two documents. If first tokens are
@@ -123,14 +125,15 @@ class TokenSet:
         documents = self.documents()
         if documents < 2:
             raise DataError(
-                f"set {self.name}: {self.prefix}.idx must contain at least two documents for "
-                "data.document_mask and data.first_token_loss=false, got one: prepare the data "
-                "again with separate documents"
+                f"token set {self.name}: {self.prefix}.idx must contain at least two documents, "
+                "got one: data.document_mask and data.first_token_loss=false depend on document "
+                "boundaries; prepare the data again with separate documents"
             )
         if not borders.first_token_loss and documents == self.tokens:
             raise DataError(
-                f"set {self.name}: at least one document in {self.prefix}.idx must have two or "
-                "more tokens for data.first_token_loss=false, got only single-token documents"
+                f"token set {self.name}: at least one document in {self.prefix}.idx must have two "
+                "or more tokens, got only single-token documents: data.first_token_loss=false "
+                "excludes the first token of every document from the loss"
             )
 
     @cached_property
@@ -155,7 +158,7 @@ class TokenSet:
         if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
             raise DataError(
-                f"set {self.name} ({self.prefix}): token ids must be in [0, vocab_size = "
+                f"token set {self.name} ({self.prefix}): token ids must be in [0, vocab_size = "
                 f"{self.vocab_size}), got {wrong[0]} ({len(wrong)} invalid ids in tokens "
                 f"{start} to {start + count - 1})"
             )
@@ -168,8 +171,8 @@ class TokenSet:
         available = os.path.getsize(self.prefix + ".bin")  # a read past the end kills the process
         if available < (start + count) * size:
             raise DataError(
-                f"set {self.name}: {self.prefix}.bin was truncated to {available} bytes while in "
-                "use"
+                f"token set {self.name}: {self.prefix}.bin was truncated to {available} bytes "
+                "while in use"
             )
         if self._blocks is not None:
             self._blocks.check_bytes(start * size, (start + count) * size)
@@ -212,7 +215,7 @@ class TokenSet:
         entry = None if manifest is None else manifest.sets[Path(self.prefix).name]
         if entry is not None and entry.tokens != self.tokens:
             raise DataError(
-                f"set {self.name}: {self.prefix}.bin contains {self.tokens} tokens, but the "
+                f"token set {self.name}: {self.prefix}.bin contains {self.tokens} tokens, but the "
                 f"manifest in its folder lists {entry.tokens}"
             )
         return entry
@@ -229,8 +232,8 @@ class TokenSet:
         if not stated:
             if verify == "full":
                 raise DataError(
-                    f"set {self.name}: data.verify=full requires hashes, but the folder of "
-                    f"{self.prefix} has no {MANIFEST_FILE} with hashes for this set"
+                    f"token set {self.name}: data.verify=full requires hashes, but no "
+                    f"{MANIFEST_FILE} in the folder of {self.prefix} contains hashes for this set"
                 )
             return None
         blocks = "blocks" in stated
@@ -239,8 +242,8 @@ class TokenSet:
                 continue
             if file_sha256(f"{self.prefix}.{kind}") != expected:
                 raise DataError(
-                    f"set {self.name}: {self.prefix}.{kind} is corrupt: its sha256 does not match "
-                    f"the one in {MANIFEST_FILE}"
+                    f"token set {self.name}: {self.prefix}.{kind} is corrupt: the file's sha256 "
+                    f"differs from the sha256 in {MANIFEST_FILE}"
                 )
         if not blocks:
             return None
@@ -278,7 +281,10 @@ class TokenSet:
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
             if block.min() < 0:
-                raise DataError(f"set {self.name} ({self.prefix}) contains token id {block.min()}")
+                raise DataError(
+                    f"token set {self.name} ({self.prefix}): token ids must not be negative, got "
+                    f"{block.min()}"
+                )
             counts = np.pad(counts, (0, max(0, int(block.max()) + 1 - len(counts))))
             counts += np.bincount(block, minlength=len(counts))
         frequency = counts[counts > 0] / self.tokens
@@ -345,14 +351,14 @@ def check_vocabulary(sets: Sequence[TokenSet], vocab_size: int) -> None:
         DataError: an id is out of range; the message gives the set, the id and the vocabulary size.
     """
     wrong = [
-        f"set {each.name} ({each.prefix}) contains token id {each.min_token()}, but ids must be in "
-        f"[0, vocab_size = {vocab_size})"
+        f"token set {each.name} ({each.prefix}): token ids must be in [0, vocab_size = "
+        f"{vocab_size}), got {each.min_token()}"
         for each in sets
         if each.min_token() < 0
     ]
     wrong += [
-        f"set {each.name} ({each.prefix}) contains token id {each.max_token()}, "
-        f"but vocab_size is {vocab_size}"
+        f"token set {each.name} ({each.prefix}): token ids must be in [0, vocab_size = "
+        f"{vocab_size}), got {each.max_token()}"
         for each in sets
         if each.max_token() >= vocab_size
     ]
@@ -367,7 +373,7 @@ def no_file(name: str, prefix: str, suffix: str) -> str:
     sets = sorted(str(each.with_suffix("")) for each in folder.glob("*.idx"))[:4]
     rule = "path must be a prefix without .bin and .idx, such as"
     hint = f"; {rule} {', '.join(sets)}" if sets and suffix == ".idx" else ""
-    return f"set {name}: file {prefix}{suffix} does not exist{hint}"
+    return f"token set {name}: file {prefix}{suffix} does not exist{hint}"
 
 
 def _check_files(name: str, prefix: str) -> None:
@@ -380,24 +386,27 @@ def _check_files(name: str, prefix: str) -> None:
         header = file.read(HEADER.size)
         file.seek(max(0, size - 8))
         last = int.from_bytes(file.read(8), "little")
-    corrupt = f"set {name}: {prefix}.idx is corrupt"
+    index = f"token set {name}: {prefix}.idx"
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise DataError(f"{corrupt}: the file must start with a Megatron index header")
+        raise DataError(f"{index} is corrupt: the file must start with a Megatron index header")
     _, version, code, sequences, borders = HEADER.unpack(header)
     if version != 1:
-        raise DataError(f"{corrupt}: version must be 1, got {version}")
+        raise DataError(f"{index} is corrupt: version must be 1, got {version}")
     if code not in CODES.values():
-        raise DataError(f"{corrupt}: dtype code must denote an integer type, got {code}")
+        raise DataError(f"{index} is corrupt: dtype code must denote an integer type, got {code}")
     expected = HEADER.size + sequences * (4 + 8) + borders * 8
     if size != expected:
         raise DataError(
-            f"{corrupt}: {sequences} sequences and {borders} document borders take "
-            f"{expected} bytes, but the file has {size}"
+            f"{index} is corrupt: for {sequences} sequences and {borders} document borders, the "
+            f"file must have {expected} bytes, got {size}"
         )
     if os.path.getsize(prefix + ".bin") == 0 or sequences == 0 or borders == 0:
-        raise DataError(f"set {name} ({prefix}) must contain tokens, got none")
+        raise DataError(f"token set {name} ({prefix}) must contain tokens, got none")
     if last != sequences:
-        raise DataError(f"{corrupt}: documents must end at sequence {sequences}, got {last}")
+        raise DataError(
+            f"{index} is corrupt: the last document must end at sequence {sequences}, got "
+            f"sequence {last}"
+        )
 
 
 def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
@@ -411,12 +420,12 @@ def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
         starts = np.concatenate([[expected], ends[:-1]])
         if (lengths[part] < 0).any() or (starts != pointers[part]).any():
             raise DataError(
-                f"set {name}: {prefix}.idx is corrupt: its sequences are not contiguous"
+                f"token set {name}: {prefix}.idx is corrupt: its sequences are not contiguous"
             )
         expected = int(ends[-1])
     size = os.path.getsize(prefix + ".bin")
     if size != expected:
         raise DataError(
-            f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected} bytes: "
-            "one of the files is truncated, or they were not prepared together"
+            f"token set {name}: {prefix}.bin must have {expected} bytes according to the index, "
+            f"got {size}: one of the two files is truncated or from another preparation"
         )

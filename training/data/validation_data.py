@@ -78,8 +78,8 @@ class ValidationData:
             return float(entry.bytes - decoded_bytes(decoder, rest))
         if self.set.max_token() >= len(token_bytes):
             raise DataError(
-                f"set {self.name} contains token id {self.set.max_token()}, "
-                f"but the tokenizer has only {len(token_bytes)} tokens"
+                f"token set {self.name}: token ids must be below the tokenizer's size of "
+                f"{len(token_bytes)}, got {self.set.max_token()}"
             )
         lengths = token_bytes.numpy()
         blocks = self.set.blocks(1, self.target_tokens + 1)

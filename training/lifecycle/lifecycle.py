@@ -258,7 +258,8 @@ class Lifecycle:
                 self.wait()
             if self.saver.last_saved != meta["step"]:
                 raise CheckpointError(
-                    f"the last step, {meta['step']}, could not be saved: its state is not finite"
+                    f"the last step ({meta['step']}) could not be saved, because the training "
+                    "state is not finite"
                 )
         if self.stopping and self.stops.first:
             with Aid(f"{STOP} could not be removed, but later starts will ignore it"):

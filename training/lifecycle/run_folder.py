@@ -117,7 +117,10 @@ class HeldFolder:
             )
         with contextlib.suppress(OSError):
             if self._lock_number() not in (None, self._lock):
-                raise FolderError(f"run.dir {self.path} lost its lock and is used by another run")
+                raise FolderError(
+                    f"run.dir {self.path} is in use by another run, because the lock file {LOCK} "
+                    "was removed"
+                )
 
     def _lock_number(self) -> int | None:
         """Return the lock file's inode number, or None if the file is missing. The lock file must

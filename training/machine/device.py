@@ -76,8 +76,8 @@ def choose(
     if gpus.usable:
         if local_rank >= gpus.usable:
             raise DeviceError(
-                f"local rank {local_rank} requires its own GPU, but only {gpus.usable} can be used "
-                "on this machine: start fewer ranks, or set run.device=cpu"
+                f"local rank {local_rank} requires a separate GPU, but the number of usable GPUs "
+                f"on this machine is {gpus.usable}: start fewer ranks, or set run.device=cpu"
             )
         return "cuda"
     if requested == "auto" and (gpus.built is None or not gpus.devices):
@@ -173,7 +173,7 @@ def allow_open_files() -> None:
     allowed = most if hard == resource.RLIM_INFINITY else min(hard, most)
     if allowed < fewest:
         raise ConfigError(
-            f"the limit of open files (ulimit -n) must be at least {fewest}, got {allowed}"
+            f"the limit on open files (ulimit -n) must be at least {fewest}, got {allowed}"
         )
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

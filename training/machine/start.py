@@ -68,7 +68,7 @@ def start_groups(config: Config, **options: str) -> Groups:
             agree=agree,
         )
     except DistStoreError as error:
-        raise CollectiveError(f"not {ranks} connected {where} within {limit}: {error}") from error
+        raise CollectiveError(f"{ranks} must connect {where} within {limit}: {error}") from error
     finally:
         waiting.cancel()
 

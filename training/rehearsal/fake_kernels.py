@@ -270,8 +270,8 @@ def install_triton(trace: Trace, *, compiled: bool) -> None:
         for tensor in launch.read:
             if not tensor.is_cuda:
                 raise HostArgumentError(
-                    f"{launch.name} at {call_site()} expects tensors on the device, got a "
-                    f"tensor on {tensor.device}"
+                    f"{launch.name} at {call_site()} requires tensors on the device, got a tensor "
+                    f"on {tensor.device}"
                 )
         if compiled and launch.specialisation not in compiled_kinds:
             compiled_kinds.add(launch.specialisation)

@@ -66,7 +66,7 @@ def test_a_tokenizer_that_loses_text_is_refused(name, tmp_path, capsys, refusal)
     eod = [] if make is prefix_space else ["--eod", "<eod>"]
     command = [f"a={source}", "--tokenizer", str(make(tmp_path)), *eod,
                "--output", str(tmp_path / "out")]  # fmt: skip
-    rule = f"set a: the tokenizer changes the text of {message}"
+    rule = f"token set a: the tokenizer changes the text of {message}"
     said = refusal(main(command))
     assert re.search(f"error: {rule}", said), said
     assert "use a lossless tokenizer, or pass --allow-lossy" in said

@@ -170,5 +170,5 @@ def test_weights_in_other_files_are_named(name, trained, tmp_path, refusal) -> N
         (out / name).write_bytes(b"weights")
     config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
     said = refusal(main(["import", str(out), str(tmp_path / "imported"), *config]))
-    assert f"{out} has no model.safetensors" in said
-    assert name is None or f"only {name}, which cannot be read; convert with tr" in said
+    assert f"{out} must contain model.safetensors" in said
+    assert name is None or f"got only {name}; convert the weights with tr" in said

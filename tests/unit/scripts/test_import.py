@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     rope = {"rope_type": "default", "rope_theta": 5e5}
     assert "rope_theta must be 10000.0 to match" in changed(rope_parameters=rope, rope_theta=5e5)
     line = changed(rope_theta=5e5)
-    assert "is 500000.0, but rope_parameters.rope_theta" in line and " 5, is 10000.0;" in line
+    assert "must be equal, got 500000.0 and 10000.0: transformers 4 reads the first key" in line
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
     assert "Missing required keys" in changed(rope_parameters=rope)
     rope = {**rope, "rope_type": "dynamic"}
@@ -225,14 +225,14 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     assert "config.json: " in changed(model_type="no_such")
     weights = source / "model.safetensors"
     save_file({**tensors, "model.extra": torch.zeros(1)}, weights)
-    said = "contains tensors that the model in the config does not have: model.extra"
+    said = "contains tensors that do not belong to the model in the config: model.extra"
     assert said in refused(refusal, source, run, config)
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     save_file(missing, weights)
     said = "is missing tensors of the model in the config: model.norm.weight"
     assert refused(refusal, source, run, config).endswith(said)
     save_file({f"_orig_mod.{name}": value for name, value in tensors.items()}, weights)
-    said = f"; it has _orig_mod.lm_head.weight (and {len(tensors) - 1} others) instead"
+    said = f"; the files contain _orig_mod.lm_head.weight (and {len(tensors) - 1} others) instead"
     assert refused(refusal, source, run, config).endswith(said)
     others = len(tensors) - 2
     norm = tensors["model.norm.weight"]

@@ -83,8 +83,8 @@ def test_what_is_read_and_ignored_is_one_line_a_set(tmp_path, capsys) -> None:
     said = capsys.readouterr()
     kinds = "1 .jsonl.gz, 1 .json.gz, 1 .jsonl.zstd, 1 .ndjson, 1 .json, 1 .ndjson.xz"
     ignored = f"2 .csv, 1 .json, such as {tmp_path}/in/data.csv"
-    assert f"set web reads {kinds}; ignores {ignored}\n" in said.out
-    assert "set notes reads 1 .md\n" in said.out and "warning" not in said.err
+    assert f"token set web reads {kinds}; ignores {ignored}\n" in said.out
+    assert "token set notes reads 1 .md\n" in said.out and "warning" not in said.err
 
 
 @pytest.mark.parametrize("name", ["README.md", "LICENSE.txt", "sub/CITATION.md.gz"])
@@ -95,7 +95,7 @@ def test_text_beside_rows_is_warned_of(tmp_path, capsys, name) -> None:
     (tmp_path / "in" / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     command = [f"web={tmp_path}/in", "--train-tokenizer", "257", "--output", str(tmp_path / "out")]
     assert main(command) == 0
-    said = f"set web: JSON or Parquet files are mixed with 1 text files ({Path(name).name})"
+    said = f"token set web: JSON or Parquet files are mixed with 1 text files ({Path(name).name})"
     assert f"warning: {said}" in capsys.readouterr().err
 
 
@@ -139,7 +139,7 @@ def test_splits_and_missing_parts_of_a_folder_are_warned_of(names, warned, tmp_p
         assert said == []
     else:
         (line,) = said
-        assert line.startswith(f"set web: {warned.format(tmp_path)}")
+        assert line.startswith(f"token set web: {warned.format(tmp_path)}")
     assert apart == [each for each in said if "held-out" not in each]
 
 
@@ -154,7 +154,7 @@ def test_replaced_characters_and_inputs_beyond_the_token_limit_are_said(tmp_path
         left = f"the token limit is reached; not read: 1 of 2 inputs, from {tmp_path}/b.jsonl on"
         assert (left in said.out) is expected
         checked = len(TEXTS) + 2
-        assert f"set web: 1 of the first {checked} documents contains U+FFFD" in said.err
+        assert f"token set web: 1 of the first {checked} documents contains U+FFFD" in said.err
 
 
 def test_the_end_token_and_a_shortened_tokenizer_training_are_said(tmp_path, capsys, monkeypatch):
@@ -318,7 +318,7 @@ def test_inputs_without_a_document_are_warned_of(tmp_path, capsys) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": [""]})[:0], tmp_path / "in/d.parquet")
     command = [f"a={tmp_path}/in", "--train-tokenizer", "257", "--output", str(tmp_path / "out")]
     assert main(command) == 0
-    expected = f"warning: set a: {tmp_path}/in/b.jsonl and 2 more inputs contain no document"
+    expected = f"warning: token set a: {tmp_path}/in/b.jsonl and 2 more inputs contain no document"
     assert expected in capsys.readouterr().err
 
 
@@ -328,7 +328,7 @@ def test_blank_documents_after_the_first_thousand_are_counted(tmp_path, capsys) 
     command = [f"web={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl", "--train-tokenizer", "257"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert f"set web: skipped 2 blank documents, most of {tmp_path}/a.jsonl" in said
+    assert f"token set web: skipped 2 blank documents, most of {tmp_path}/a.jsonl" in said
 
 
 def test_blank_documents_before_an_interruption_are_not_counted_again(capsys) -> None:
@@ -340,7 +340,7 @@ def test_blank_documents_before_an_interruption_are_not_counted_again(capsys) ->
     pipeline = Pipeline(plan, unused, progress, unused, unused, unused, unused, unused)
     for _ in pipeline.portions():
         pipeline.blank["a.jsonl"] += 1
-    skipped = "warning: set web: skipped 1 blank document, most of a.jsonl"
+    skipped = "warning: token set web: skipped 1 blank document, most of a.jsonl"
     assert capsys.readouterr().err.splitlines() == [
         f"{skipped}, since the preparation was resumed", skipped
     ]  # fmt: skip
@@ -438,8 +438,8 @@ def test_parts_are_found_in_a_snapshot_of_the_hub(tmp_path: Path, layout: str) -
     for portion, part in zip(plan.portions, corpus.parts, strict=True):
         assert list(read_documents(portion.inputs, ReadOptions())) == [part]
     shutil.rmtree(tmp_path / layout / "wiki")
-    looked = f"move the wiki files to one of {tmp_path}/wiki, {tmp_path}/data/wiki"
-    with pytest.raises(DataError, match=f"no folder for wiki, a part of olmo_mix; {looked}"):
+    looked = f"move the files of wiki to one of {tmp_path}/wiki, {tmp_path}/data/wiki"
+    with pytest.raises(DataError, match=f"a folder for the part wiki of corpus olmo_mix; {looked}"):
         corpus.set_plan(100_000, tmp_path)
 
 
@@ -463,7 +463,7 @@ def test_a_corpus_of_one_part_is_read_from_its_files(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("The card.\n")
     (tmp_path / "realnewslike").mkdir()
     write_jsonl(tmp_path / "realnewslike/a.json", TEXTS)
-    with pytest.raises(DataError, match="no folder for en, a part of c4"):
+    with pytest.raises(DataError, match="a folder for the part en of corpus c4"):
         corpus.set_plan(1000, tmp_path)
     for place in (tmp_path / "realnewslike", tmp_path / "realnewslike/a.json"):
         assert len(corpus.set_plan(1000, place).portions[0].inputs) == 1

@@ -203,12 +203,21 @@ def test_results_are_printed_and_written_by_run_and_seed(paper: str, key: str) -
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: Item(shows="x", status="reproduced"), "result must be set"),
-        (lambda: Item(shows="x", status="nothing to run"), "'nothing to run' requires why"),
-        (lambda: Item(shows="x", status="nothing to run", why="y", tiny=["z"]), "full must be"),
-        (lambda: Item(shows="x", status="not run"), "status 'not run' requires why"),
-        (lambda: Item(shows="x", status="not run", why="y", measure=Measure(runs={})), "file must"),
-        (lambda: Measure(runs={}, study="x", seeds=[1]), "seeds must be empty if study is set"),
+        (lambda: Item(shows="x", status="reproduced"), "`result` must be set"),
+        (
+            lambda: Item(shows="x", status="nothing to run"),
+            "`why` must be set for status 'nothing to run'",
+        ),
+        (
+            lambda: Item(shows="x", status="nothing to run", why="y", tiny=["z"]),
+            "`full` must be empty",
+        ),
+        (lambda: Item(shows="x", status="not run"), "`why` must be set for status 'not run'"),
+        (
+            lambda: Item(shows="x", status="not run", why="y", measure=Measure(runs={})),
+            "`file` must be set",
+        ),
+        (lambda: Measure(runs={}, study="x", seeds=[1]), "`seeds` must be empty for a measure"),
         *[
             (lambda text=text: Measure(runs={}, series={"a": text}), f"got {text}$")
             for text in ("metric", "metric x y", "mean x", "sum x q")

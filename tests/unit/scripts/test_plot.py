@@ -49,7 +49,7 @@ def test_a_spectrum_counts_every_singular_value(world, folder, tmp_path):
                 "variants": {"a": {"against": None, "search": {}}},
                 "rows": [{"variant": "a", "losses": [1], "runs": [], "datasets": {"x": []}}],
             },
-            "datasets of a must have as many losses as the row",
+            "each dataset of a must have the same number of losses as the row",
         ),
         ({"variants": {"a": {"against": "b", "search": {}}}, "rows": []}, "among a, got b"),
         ({"variants": {"a": {"against": None, "search": {}}}, "rows": []}, "got x"),

@@ -118,7 +118,7 @@ def test_ended_run_leaves_no_output(number, code, message, tokenizer, root, tmp_
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "latin.txt": (b"ok\n\n" * 2000 + b"caf\xe9\n",
                   r"latin.txt is not UTF-8: byte 0xe9 at offset 8003"),
-    "empty.txt": (b"", r"set set.train would be empty: no documents in .*empty.txt"),
+    "empty.txt": (b"", r"token set set.train would be empty: no documents in .*empty.txt"),
     "data.csv": (b"a,b", r"the suffix of .*data.csv must be one of .txt.*for CSV, pass hf:FOLDER"),
     "not.txt.zst": (b"plain text", r"cannot read .*not.txt.zst: "),
     "not.parquet": (b"plain text", r"cannot read .*not.parquet: "),
@@ -185,7 +185,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/rows.jsonl --tokenizer {}/nowhere.json",
      "nowhere.json must be an existing file or folder"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read tokenizer"),
-    ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; pass --eod TOKEN.*<.endoftext.>, <s0>"),
+    ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; pass --eod with .*<.endoftext.>, <s0>"),
     ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token to mark the end"),
     ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; pass --eod"),
     ("set={}/rows.jsonl --tokenizer {}/list", "list/config.json must be an object, got list"),
@@ -208,7 +208,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
      "--validation-fraction has no effect with --corpus, got 1/10"),
     ("set={}/none.parquet --train-tokenizer 257", "no documents in .*none.parquet"),
     ("set={}/none.parquet --train-tokenizer 600",
-     "set set.train would be empty: no documents in .*none.parquet"),
+     "token set set.train would be empty: no documents in .*none.parquet"),
 ]  # fmt: skip
 
 

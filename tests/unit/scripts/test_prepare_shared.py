@@ -340,7 +340,7 @@ def test_shards_of_a_lossy_tokenizer_are_joined_only_on_request(inputs, tmp_path
     said = "the tokenizer changes the text of 50.0% of 40 decoded documents"
     assert main(options) == 2 and said in capsys.readouterr().err and not out.exists()
     assert main([*options, "--allow-lossy"]) == 0
-    assert f"warning: set a: {said}" in capsys.readouterr().err
+    assert f"warning: token set a: {said}" in capsys.readouterr().err
 
 
 def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
@@ -472,8 +472,8 @@ def test_documents_that_occur_twice_are_warned_of(inputs, tmp_path, capsys) -> N
     options += [f"--tokenizer={inputs}/tokenizer.json", f"--output={tmp_path}/out"]
     assert main([*options, "--workers=1"]) == 0
     said = capsys.readouterr().err
-    assert "warning: set a.train: 60 of 100 documents repeat an earlier document\n" in said
-    assert "warning: set a.validation: 2 of 3 documents are also in a.train\n" in said
+    assert "warning: token set a.train: 60 of 100 documents repeat an earlier document\n" in said
+    assert "warning: token set a.validation: 2 of 3 documents are also in a.train\n" in said
 
 
 def test_a_sample_of_many_documents_keeps_all_copies(monkeypatch) -> None:
@@ -482,7 +482,7 @@ def test_a_sample_of_many_documents_keeps_all_copies(monkeypatch) -> None:
     for i in range(3000):
         counts.add("a", b"%d" % (i % 1000))
     (said,) = counts.warnings(["a"])
-    part, whole = re.match(r"set a: about ([\d,]+) of ([\d,]+) documents", said).groups()  # type: ignore[union-attr]
+    part, whole = re.match(r"token set a: about ([\d,]+) of ([\d,]+) documents", said).groups()  # type: ignore[union-attr]
     assert 3 * int(part.replace(",", "")) == 2 * int(whole.replace(",", ""))
 
 

@@ -280,7 +280,7 @@ def test_rows_become_examples(tmp_path, capsys):
         (
             {key: value for key, value in ROWS["piqa"][0].items() if key != "sol1"},
             "piqa",
-            "line 1: the row must .* format piqa, .* got no key 'sol1' among goal, sol2, label",
+            "line 1: the row must .* format piqa .* got no key 'sol1' among goal, sol2, label",
         ),
         (
             ROWS["arc"][0] | {"choices": {"text": ["a", "b", "c"], "label": ["A", "B"]}},
@@ -316,7 +316,7 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path, capsys):
     for source in ("absent.jsonl", "absent.parquet", "hf:", str(tmp_path), str(empty)):
         assert main([source, *output]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    for name, rule in (("rows.txt", "must contain rows: its suffix"), ("rows.data", "the suffix")):
+    for name, rule in (("rows.txt", "rows.txt must be .parquet,"), ("rows.data", "the suffix")):
         (source := tmp_path / name).write_text(json.dumps(ROWS["piqa"][0]))
         assert main([str(source), *output]) == 2
         said = capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_an_experiment_that_diverges_fails_in_a_row(tmp_path, capsys) -> None:
     assert main([*names, "--small", "--seed", "1", "--output", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert "gated_regression: 1 of 1 FAILED" in printed and "pi_bound: passed" in printed
-    assert "diverged runs (the loss is" in printed and "training may diverge" in printed
+    assert "diverged runs (the loss must be finite" in printed and "training may diverge" in printed
     assert not json.loads((tmp_path / "gated_regression.json").read_text())["passed"]
     assert [path.name for path in tmp_path.glob("*.svg")] == ["pi_bound.svg"]
 

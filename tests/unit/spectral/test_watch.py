@@ -1166,7 +1166,9 @@ def test_an_example_has_many_forms(form: str) -> None:
     assert row.reason == "a product uses 10 columns at a time, a layer all"
 
 
-UNUSED = "unused.weight: the forward pass did not use this weight\n(.*\n)*elementwise.*\nexample"
+UNUSED = (
+    "unused.weight: the forward pass did not use this weight\n(.*\n)*- elementwise.*\n- example"
+)
 
 
 @refused(UNUSED, "used 12 4, unused 12 4")
@@ -1524,7 +1526,7 @@ def flexible_attention(m: Any, x: Tensor) -> Any:
 META = nn.Linear(12, 4, device="meta")
 REFUSED["on the meta device"] = (
     META,
-    "the model cannot run on example, .* weight is on the meta device: split",
+    "the model cannot run on `example`, .* weight is on the meta device: split",
 )
 
 
@@ -1687,7 +1689,7 @@ def test_weights_that_share_a_storage_are_refused() -> None:
     both = torch.randn(2, 12, 12)
     for layer, weight in zip(model, both, strict=True):
         layer.weight.data = weight
-    with pytest.raises(ValueError, match=r"^1.weight shares its storage.*clone.*omit example"):
+    with pytest.raises(ValueError, match=r"^1.weight shares its storage.*clone.*omit `example`"):
         split_parameters(model, example=x)
 
 

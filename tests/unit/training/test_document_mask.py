@@ -214,7 +214,9 @@ def test_a_set_of_one_document_is_refused(folder: str, world) -> None:
     builder.add_document(torch.arange(400) % 120, [400])
     builder.finalize(f"{folder}/one.idx")
     one = {"data__train__walk__path": f"{folder}/one"}
-    with pytest.raises(DataError, match="set walk: .*one.idx must contain at least two documents"):
+    with pytest.raises(
+        DataError, match="token set walk: .*one.idx must contain at least two documents"
+    ):
         build_data(tiny_config(folder, **one, data__document_mask=True))
     build_data(tiny_config(folder, **one))
 

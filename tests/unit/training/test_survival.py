@@ -151,7 +151,7 @@ def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisone
     """The run must not end as if it had succeeded."""
     poisoned(4)
     config = config_of(folder, train__steps=4)
-    with pytest.raises(CheckpointError, match="the last step, 4, could not be saved: its"):
+    with pytest.raises(CheckpointError, match="the last step .4. could not be saved, because"):
         train(config, world)
     assert steps(folder / "run") == [2]
     assert not (folder / "run" / "DONE").exists()
@@ -175,7 +175,7 @@ def test_a_state_that_stays_not_finite_ends_the_run_by_its_place(folder, world, 
         return poison
 
     poisoned(change=poison_row)
-    text = r"step 8 could not be saved: weight/embedding\[119, 5\] is not finite \(in 3 consec"
+    text = r"step 8 could not be saved: weight.embedding\[119, 5\] is not finite; .* last of 3"
     with pytest.raises(CheckpointError, match=text):
         train(config_of(folder), world)
     assert steps(folder / "run") == [2]
@@ -408,7 +408,7 @@ def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> No
             lock.touch()
 
     config = config_of(folder, checkpoint__interval=2, train__steps=6)
-    with pytest.raises(FolderError, match="lost its lock and is used by another run"):
+    with pytest.raises(FolderError, match="is in use by another run, because the lock file"):
         train(config, world, on_step=take)
     assert checkpoints.steps(folder / "run") == [2]
     assert taken == [False, False, False, True]

@@ -89,7 +89,8 @@ def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys)
     printed = capsys.readouterr().out
     assert "step 10/10 | loss" in printed and "its unigram entropy" in printed
     assert (
-        "data: sets not verified, because no manifest.json has their hashes: train.walk" in printed
+        "data: token sets not verified, because no manifest.json contains their hashes: train.walk"
+        in printed
     )
 
 

@@ -87,7 +87,7 @@ def test_an_index_that_names_other_files_is_refused(name: str, checkpoint) -> No
         shares = [slice(rank, None, ranks) for rank in range(ranks)]
         assert sorted(text for share in shares for text in problems(info, share)) == found
     if name != "other.distcp":
-        with pytest.raises(UnsafeIndexError, match="is not a file in that folder"):
+        with pytest.raises(UnsafeIndexError, match="is not a file in the same folder"):
             read_index(info.state)
         with pytest.raises(BrokenCheckpointError):
             StoredTensors(info.state)

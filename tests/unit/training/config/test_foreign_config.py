@@ -48,7 +48,7 @@ def test_a_base_that_the_kernel_makes_is_not_read(base: str, tmp_path: Path) -> 
     (tmp_path / "link.yaml").symlink_to(base)
     for name in (base, "link.yaml"):
         (tmp_path / "config.yaml").write_text(f"base: {name}\n")
-        with pytest.raises(InvalidConfigError, match="Not a file on a disk"):
+        with pytest.raises(InvalidConfigError, match="Not a file on disk"):
             load_config(tmp_path / "config.yaml")
 
 

@@ -79,7 +79,7 @@ REFUSED = [
             "optimizer={distributed: {cuda_graph: true, overlap_gather: false},"
             " rules: {spectral_sphere: {early_exit: true}}}"
         ],
-        "rules.spectral_sphere.early_exit must not be true with distributed.cuda_graph",
+        "rules.spectral_sphere.early_exit must be false with distributed.cuda_graph",
     ),
     (
         ["data.document_mask=true", "model.attention_backend=transformer_engine"],

@@ -89,7 +89,9 @@ def test_samples_left_by_rounding_go_to_the_largest_remainders() -> None:
 
 
 def test_a_vanishing_weight_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="weight of set b must be at least 1/1048576 of"):
+    with pytest.raises(
+        ConfigError, match="the weight of token set b must be at least 1/1048576 of"
+    ):
         build_blend({"a": 1.0, "b": 1e-7})
 
 
@@ -234,7 +236,7 @@ def test_bits_per_byte_counts_the_bytes_of_the_targets(prefixes: dict[str, Path]
     assert data.target_bytes == size
     # 9 windows of 8 targets at 2 nats each
     assert data.bits_per_byte(2.0) == pytest.approx(9 * 8 * 2.0 / math.log(2) / size, rel=1e-12)
-    with pytest.raises(DataError, match="but the tokenizer has only 300 tokens"):
+    with pytest.raises(DataError, match="must be below the tokenizer's size of 300"):
         ValidationData("b", prefixes["b"], sequence_length=8, token_bytes=lengths[:300])
 
 

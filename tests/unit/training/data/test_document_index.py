@@ -131,11 +131,15 @@ def test_a_mixture_gives_the_documents_of_each_set(tmp_path) -> None:
 
 def test_sets_without_documents_are_refused(tmp_path) -> None:
     one = TokenSet("one", write(tmp_path / "one", [[30, 30], [0]]), LENGTH)
-    with pytest.raises(DataError, match="set one: .*one.idx must contain at least two documents"):
+    with pytest.raises(
+        DataError, match="token set one: .*one.idx must contain at least two documents"
+    ):
         one.check_documents(MASKED)
     single = TokenSet("single", write(tmp_path / "single", [[1]] * 30), LENGTH)
     single.check_documents(MASKED)
-    with pytest.raises(DataError, match="set single: at least one document in .* must have two"):
+    with pytest.raises(
+        DataError, match="token set single: at least one document in .* must have two"
+    ):
         single.check_documents(UNCOUNTED)
 
 
@@ -144,7 +148,9 @@ def test_documents_out_of_order_are_refused(tmp_path) -> None:
     content = bytearray((tmp_path / "set.idx").read_bytes())
     content[-16:-8] = (0).to_bytes(8, "little")  # the third document begins before the second
     (tmp_path / "set.idx").write_bytes(content)
-    with pytest.raises(DataError, match="set.idx is corrupt: documents must be listed in the same"):
+    with pytest.raises(
+        DataError, match="set.idx is corrupt: documents must be listed in the order"
+    ):
         TokenSet("set", prefix, LENGTH).check_documents(MASKED)
 
 

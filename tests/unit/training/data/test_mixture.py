@@ -108,7 +108,7 @@ def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(start, t
     path = checkpoints.read_checkpoint(tmp_path / "run").path
     for key in ("read", "phase"):  # as in a checkpoint of a version without counts
         reseal(path, lambda meta, key=key: meta["progress"].pop(key))
-    with pytest.raises(ResumeError, match="does not record how much of each set was read"):
+    with pytest.raises(ResumeError, match="does not record how much of each token set was read"):
         start(6, THEN, checkpoint__allow_change="[data]")
     read += start(6, FIRST)
     read += start(8, THEN, checkpoint__allow_change="[data]")

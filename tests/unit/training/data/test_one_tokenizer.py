@@ -47,13 +47,16 @@ def train(folder, *overrides: str) -> int:
 def test_sets_of_two_tokenizers_are_refused_at_a_start_and_on_resume(kind, folder, capsys, refusal):
     other = f"data.{kind}.mine.path={folder}/other/d/tokens.train"
     said = refusal(train(folder, other))
-    assert "the sets use 2 different tokenizers" in said and not (folder / "run").exists()
+    assert (
+        "all token sets must use the same tokenizer, got 2 tokenizers" in said
+        and not (folder / "run").exists()
+    )
     for name in ("walk", "mine", f"{folder}/own/d/tokenizer.json", f"{folder}/other/d/tokeniz"):
         assert name in said
     assert train(folder) == 0
     capsys.readouterr()
     assert train(folder, other, "train.exit_step=3", "checkpoint.allow_change=[data]") == 2
-    assert "the sets use 2 different tokenizers" in capsys.readouterr().err
+    assert "all token sets must use the same tokenizer, got 2 tokenizers" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_the_config_names_must_be_that_of_the_sets(folder, refusal):

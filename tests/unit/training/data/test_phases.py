@@ -177,7 +177,7 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path)
         ("[{weights: {text: 1}}]", "[0].after_steps or after_share or with_decay must be set"),
         (
             "[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]",
-            "and only one of them, got 2",
+            "but only one of these keys, got 2",
         ),
         ("[{with_decay: true, weights: {text: 1}}]", "requires schedule.kind wsd, got cosine"),
         ("[{after_steps: 100, weights: {text: 1}}]", "and before train.steps = 100, got"),

@@ -64,8 +64,11 @@ def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> No
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({}, "sets not verified, because no manifest.json has their hashes: train.b, validation.a"),
-        ({"verify": "full"}, "no manifest.json has their hashes: train.b, validation.a"),
+        (
+            {},
+            "not verified, because no manifest.json contains their hashes: train.b, validation.a",
+        ),
+        ({"verify": "full"}, "no manifest.json contains their hashes: train.b, validation.a"),
         ({"verify": "none"}, None),
         ({"mock": True}, None),
         ({"train": {"a": "whole"}, "validation": {}}, None),

@@ -135,7 +135,7 @@ def test_bytes_of_the_windows_that_were_read_are_counted(tmp_path, samples, with
 
 def test_a_tokenizer_that_the_kernel_makes_is_not_read():
     """Reading the file would wait for the next message from the kernel."""
-    with pytest.raises(DataError, match="Not a file on a disk"):
+    with pytest.raises(DataError, match="Not a file on disk"):
         token_byte_lengths("/proc/kmsg")
-    with pytest.raises(DataError, match="Not a file on a disk"):
+    with pytest.raises(DataError, match="Not a file on disk"):
         file_sha256("/proc/kmsg")

@@ -65,7 +65,9 @@ def test_the_digest_is_the_same_for_ever(tmp_path, monkeypatch, whole) -> None:
 
 def test_too_few_tokens_for_a_window_says_how_many_are_needed(tmp_path: Path) -> None:
     prefix = write_stream(tmp_path / "set", np.arange(8, dtype=np.uint16))
-    with pytest.raises(DataError, match="has 8 tokens.*sequence_length 8 needs 9"):
+    with pytest.raises(
+        DataError, match="must contain at least 9 tokens for sequence_length 8, got 8"
+    ):
         TokenSet("set", prefix, 8)
 
 
@@ -84,17 +86,23 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "other file": (lambda i, b: patch(i, 0, b"{"), "must start with a Megatron index header"),
     "version": (lambda i, b: patch(i, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
     "dtype": (lambda i, b: patch(i, 17, b"\x06"), "dtype code must denote an integer type, got 6"),
-    "cut idx": (lambda i, b: truncate(i, 60), "take 102 bytes, but the file has 60"),
-    "long count": (lambda i, b: patch(i, 18, b"\xff" * 8), "the file has 102"),
+    "cut idx": (lambda i, b: truncate(i, 60), "the file must have 102 bytes, got 60"),
+    "long count": (lambda i, b: patch(i, 18, b"\xff" * 8), "bytes, got 102"),
     "empty bin": (lambda i, b: truncate(b, 0), "must contain tokens, got none"),
-    "cut bin": (lambda i, b: truncate(b, 100), "has 100 bytes, but its index describes 200"),
-    "odd bin": (lambda i, b: truncate(b, 199), "has 199 bytes"),
-    "long bin": (lambda i, b: b.write_bytes(b"\x00" * 202), "has 202 bytes"),
+    "cut bin": (
+        lambda i, b: truncate(b, 100),
+        "must have 200 bytes according to the index, got 100",
+    ),
+    "odd bin": (lambda i, b: truncate(b, 199), "index, got 199"),
+    "long bin": (lambda i, b: b.write_bytes(b"\x00" * 202), "index, got 202"),
     "length": (lambda i, b: patch(i, 34, struct.pack("<i", 5)), "are not contiguous"),
     "negative": (lambda i, b: patch(i, 42, struct.pack("<i", -1)), "are not contiguous"),
     "pointer": (lambda i, b: patch(i, 46, struct.pack("<q", 2)), "are not contiguous"),
-    "documents": (lambda i, b: patch(i, 94, struct.pack("<q", 9)), "sequence 3, got 9"),
-    "few documents": (lambda i, b: patch(i, 94, struct.pack("<q", 2)), "sequence 3, got 2"),
+    "documents": (lambda i, b: patch(i, 94, struct.pack("<q", 9)), "sequence 3, got sequence 9"),
+    "few documents": (
+        lambda i, b: patch(i, 94, struct.pack("<q", 2)),
+        "sequence 3, got sequence 2",
+    ),
 }
 
 
@@ -121,7 +129,7 @@ def test_entropy_and_largest_token_agree_with_counting(prefixes: dict[str, Path]
 
 def test_negative_token_is_an_error(tmp_path: Path) -> None:
     prefix = write_stream(tmp_path / "set", np.array([1, 2, -3] * 9, dtype=np.int32))
-    with pytest.raises(DataError, match="contains token id -3"):
+    with pytest.raises(DataError, match="token ids must not be negative, got -3"):
         TokenSet("set", prefix, 8).unigram_entropy()
     with pytest.raises(DataError, match=r"got -3 \("):
         TokenSet("set", prefix, 8, vocab_size=9).window(0)
@@ -132,7 +140,7 @@ def test_vocabulary_check_names_set_id_and_vocabulary(prefixes: dict[str, Path])
     largest = max(each.max_token() for each in sets)
     check_vocabulary(sets, largest + 1)
     with pytest.raises(
-        DataError, match=f"contains token id {largest}, but vocab_size is {largest}"
+        DataError, match=rf"must be in \[0, vocab_size = {largest}\), got {largest}"
     ):
         check_vocabulary(sets, largest)
 
@@ -268,17 +276,23 @@ def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(prepared, m
     manifest.write_text(before)
     opened(prepared)
     patch(prepared / "tokens.train.bin", 70_000, b"\0\0\1\0")
-    with pytest.raises(DataError, match="its sha256 does not match the one in manifest.json"):
+    with pytest.raises(
+        DataError, match="the file's sha256 differs from the sha256 in manifest.json"
+    ):
         opened(prepared)
     monkeypatch.setattr("training.data.token_set.WHOLE", 100)
     opened(prepared)
-    with pytest.raises(DataError, match="its sha256 does not match the one in manifest.json"):
+    with pytest.raises(
+        DataError, match="the file's sha256 differs from the sha256 in manifest.json"
+    ):
         opened(prepared, "full")
 
 
 def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
     prefix = write_stream(tmp_path / "set", np.arange(100, dtype=np.uint16))
-    with pytest.raises(DataError, match="data.verify=full requires hashes, but the folder of"):
+    with pytest.raises(
+        DataError, match="data.verify=full requires hashes, but no manifest.json in the folder of"
+    ):
         TokenSet("set", prefix, 8, verify="full")
 
 
@@ -293,7 +307,9 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_pa
     loader = training_loader(data, sampler(global_batch=1, micro_batch=1), workers=workers)
     with pytest.raises(DataError) as caught:
         list(islice(without_worker_traces(loader), 12))
-    assert str(caught.value).startswith(f"set set ({prefix}): token ids must be in [0, vocab_size")
+    assert str(caught.value).startswith(
+        f"token set set ({prefix}): token ids must be in [0, vocab_size"
+    )
     assert "= 50), got 77 (1 invalid ids in tokens " in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -320,7 +336,5 @@ def test_a_negative_id_is_found_at_the_start(tmp_path: Path, place: int) -> None
     tokens = np.arange(1000, dtype=np.int32) % 50
     tokens[place] = -7
     token_set = TokenSet("a", write_stream(tmp_path / "a", tokens), 8)
-    with pytest.raises(
-        DataError, match=r"contains token id -7, but ids must be in \[0, vocab_size = 50"
-    ):
+    with pytest.raises(DataError, match=r"token ids must be in \[0, vocab_size = 50\), got -7"):
         check_vocabulary([token_set], 50)

@@ -41,7 +41,7 @@ def test_a_rank_gets_what_there_is(wanted, gpus, rank, expected):
         ("auto", CONTAINER, 0, ["0000:01:00.0", "detects no device"]),
         ("cuda", NONE, 0, ["run.device is cuda", "no NVIDIA device"]),
         ("cuda", CPU_BUILD, 0, ["built without CUDA", "run.device=cpu"]),
-        ("auto", EIGHT, 8, ["rank 8", "only 8 can be used on this machine"]),
+        ("auto", EIGHT, 8, ["rank 8", "usable GPUs on this machine is 8"]),
     ],
 )
 def test_a_gpu_that_is_there_but_cannot_be_used_stops_the_run(wanted, gpus, rank, words):

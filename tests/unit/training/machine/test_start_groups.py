@@ -50,7 +50,7 @@ def test_a_missing_rank_is_named_and_waited_for_a_limited_time(folder, monkeypat
     ranks = f"all 2 ranks (WORLD_SIZE) {{}} at 127.0.0.1:{port}"
     with pytest.raises(CollectiveError) as caught:
         start_groups(config)
-    message = "not " + ranks.format("connected") + " within parallel.timeout_seconds = 1: "
+    message = ranks.format("must connect") + " within parallel.timeout_seconds = 1: "
     assert str(caught.value).startswith(message)
     assert f"waiting for {ranks.format('to connect')} (parallel.time" in capfd.readouterr().out
 
