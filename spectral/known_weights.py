@@ -238,13 +238,10 @@ class KnownWeights:
             return
         for (name, _), (_, around) in pairwise(weight.path[_base(weight) :]):
             yield name, around
+            only = sum(layer.multiplies for layer in self.layers.within(around)) == 1
             last = isinstance(around, nn.Sequential) and self._last(around) is weight.module
-            if not (self._holds_one_layer(around) or last or name in WRAPPERS):
+            if not (only or last or name in WRAPPERS):
                 return
-
-    def _holds_one_layer(self, module: nn.Module) -> bool:
-        """Return whether a module contains exactly one matmul layer."""
-        return sum(layer.multiplies for layer in self.layers.within(module)) == 1
 
     def _last(self, module: nn.Module) -> nn.Module | None:
         """Return the last matmul layer in a module."""
@@ -384,7 +381,7 @@ class KnownWeights:
 
     def _cuts(self, weight: Weight) -> str:
         """Return the reason why a forward pass may divide a layer's outputs, or ""."""
-        alone = False  # whether the previous module only wraps the layer
+        inner = False  # whether the layer is the last layer of an inner module
         for (name, _), (_, module) in pairwise(weight.path):
             ends, words = self._last(module) is weight.module, self.words
             sequential, later = isinstance(module, nn.Sequential), words.after(module, name)
@@ -392,16 +389,17 @@ class KnownWeights:
                 return _divider(module, cut)
             if type(module).forward is nn.Module.forward or (sequential and ends):
                 continue  # a container whose parent uses the outputs
-            if alone:
+            if inner:
                 later = [*takewhile(lambda word: word[0] != ".", later)]  # until the next child
-            used = {*(later if ends or sequential or alone else words.of(module))}
+            used = {*(later if ends or sequential or inner else words.of(module))}
             apart, parts = (PRODUCTS, PARTS | SHUFFLES) if ends else (HEADWISE, PARTS | AXES)
             cut = used & parts or (used & SHAPES and used & apart)
             gated = ends and later.count(":") > 1 and not GATES.isdisjoint(later)
             if (cut or gated) and not (ATTENTION.search(name) and _is_attention(module)):
                 return _divider(module, cut)
-            if not (alone := self._holds_one_layer(module)):
+            if inner or not ends:
                 return ""
+            inner = True
         return ""
 
     def _contained(self, weight: Weight, layer: Layer) -> str:

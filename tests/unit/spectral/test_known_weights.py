@@ -663,6 +663,14 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
         ),
         "inner.wide.weight looks like .*Gate splits channels",
     ),
+    "a gate whose layers a wrapper contains": (
+        module(
+            "Gate: out 4 8",
+            lambda m, x: m.out(operator.mul(*m.inner(x).chunk(2, -1))),
+            inner=module("Inner:", lambda m, x: m.layers(x), layers=module("wide 8 8, last 8 8")),
+        ),
+        "inner.layers.last.weight looks like .*Gate splits channels",
+    ),
     "attention with a norm whose inputs other layers project": (
         mixing("Core:", normed, norm=nn.LayerNorm(4)),
         HEADS,
@@ -1059,7 +1067,8 @@ def test_halves_of_the_size_of_the_next_layer_are_refused() -> None:
     units: Any = {"*.first.weight": {}}
     with pytest.raises(ValueError, match="^0.both.weight looks like .*Flow splits channels"):
         split_parameters(model, units=units)
-    found = rules(model, units=units | {"*.both.weight": {"rows": [4]}})
+    halves = {"rows": [4]}  # the second flow also splits the outputs of the first
+    found = rules(model, units=units | {"*.both.weight": halves, "0.out.weight": halves})
     assert [*found.values()] == ["spectral"] * 6 + ["adamw"]
 
 
