@@ -363,11 +363,11 @@ class SpectralSphere(SpectralOptimizer):
             otherwise. In 16 bits, a component along u v^T of up to 0.05 (float16) or 0.1 (bfloat16)
             is attributed to rounding and subtracted from the direction; a larger component is kept.
         max_evaluations (default None): Maximum number of msign evaluations per unit and step;
-            without early exit, the exact number. None means 8 with early exit. Without early exit,
-            None means 2 for float32 matrices with more than 256 rows on GPUs with slow float64
-            (consumer cards, B300), and 1 otherwise.
+            without early exit, the exact number. None means 8 with early exit; without early exit,
+            2 for float32 matrices with more than 256 rows on GPUs with slow float64 (consumer
+            cards, B300), and 1 otherwise.
         early_exit (default None): Stop once all units have converged, which requires a host sync;
-            None means true on CPU and false on other devices.
+            None means true on CPU, else false.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to keep float32 master weights for 16-bit parameters.
         replicas: process group of the ranks that replicate plain parameters; None means the group
