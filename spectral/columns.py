@@ -1,4 +1,4 @@
-"""Assigns numbers to columns and to sums of columns, and records which are used together."""
+"""Assigns numbers to columns and to sums of columns, and records columns used together."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -78,7 +78,7 @@ class Columns:
         return self.matrices[number]
 
     def adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether no two columns along an axis are in the same weight and stack entry."""
+        """Return whether an axis has several columns, each in a different weight or stack entry."""
         line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
         vector = [*dict.fromkeys(line.long().tolist())]
         firsts = (vector[:2], vector)  # fast path: the first two usually belong to the same matrix
@@ -104,9 +104,9 @@ class Columns:
         return set[Use]().union(*(record.beneath for record, _ in self.parts(numbers)))
 
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
-        """Assign numbers to the elements of a sum or product of `first` and `second`.
+        """Assign numbers to the elements of a sum or product of two tensors.
 
-        `terms` means that the result is a sum of two tensors.
+        `first` and `second` are the tensors' columns. `terms` means that the result is a sum.
         """
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)

@@ -56,8 +56,8 @@ def is_known(*tensors: Tensor) -> bool:
 def unless_all(predicate: Tensor | None) -> Tensor | None:
     """Return None if `predicate` is all True, else `predicate`.
 
-    Callers restore old values where the result is False. If the result is None, this pass over
-    memory is unnecessary. If the check would require a host sync, the result is `predicate`.
+    Callers restore old values where the result is False, and skip this pass over memory if the
+    result is None. If the check would require a host sync, the result is `predicate`.
     """
     if predicate is None or not is_known(predicate):
         return predicate
@@ -84,8 +84,8 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
     """Return whether all elements are finite, as a 0-d bool on `device`.
 
-    `device` defaults to the device of the first tensor. The check computes the minimum and maximum,
-    because a norm could overflow.
+    `device` defaults to the device of the first tensor. The check computes extreme values, because
+    a Euclidean norm could overflow.
     """
     device = tensors[0].device if device is None else device
     filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no maximum

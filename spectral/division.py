@@ -30,8 +30,9 @@ class Division:
     """Locations of the matrices in a parameter.
 
     Attributes:
-        rows: row counts of consecutive matrices, a pattern that repeats along the outputs. Empty
-            means that each stack entry, group and stride offset is one matrix.
+        rows: row counts of consecutive matrices, a pattern that repeats along the outputs. If
+            empty, the parameter is a single matrix, or one matrix for each combination of stack
+            entry, group and stride offset.
         transposed: whether the parameter is `[in, out]` instead of `[out, in]`. With more than two
             axes (a transposed convolution), the matrix is `[out, in * ...]`.
         stacked: whether the first axis enumerates matrices, such as the experts in a layer.
@@ -116,10 +117,10 @@ class Division:
         """Return the output range of each matrix."""
         pattern = self.rows or (len(outputs) // self.stride,)
         if not all(pattern) or len(outputs) % (sum(pattern) * self.stride):
-            stride = f" with stride {self.stride}" if self.stride > 1 else ""
             raise ValueError(
-                f"the sum of units['rows'] must divide the {len(outputs)} outputs of a parameter "
-                f"of shape {shape}, got {pattern}{stride}"
+                "the sum of units['rows'] times units['stride'] must divide the "
+                f"{len(outputs)} outputs of a parameter of shape {shape}, got {pattern} with "
+                f"stride {self.stride}"
             )
         repeats = len(outputs) // self.stride // sum(pattern)
         bounds = [*pairwise(accumulate(pattern * repeats, initial=0))]
@@ -174,8 +175,7 @@ def numel_of(box: Box) -> int:
 
 
 def intersection(box: Box, contiguous: Box) -> Box | None:
-    """Return the intersection of a box with a box of step 1, or None if the intersection is
-    empty."""
+    """Return the intersection of a box and a box of step 1, or None if they do not overlap."""
     common = tuple(
         indices[bisect_left(indices, whole.start) : bisect_left(indices, whole.stop)]
         for indices, whole in zip(box, contiguous, strict=True)

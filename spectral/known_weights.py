@@ -278,11 +278,11 @@ class KnownWeights:
         raise Unclear(f" looks like an output head or several matrices fused into one: {why}")
 
     def _outside(self, weight: Weight, layer: Layer) -> str | None:
-        """Return the evidence that a layer outside repeated blocks is an output layer.
+        """Return the evidence that a layer outside repeated blocks is an output layer, or "".
 
-        The evidence is "" if no later layer uses its outputs. Returns None if the answer depends on
-        other layers in the enclosing modules. Raises Unclear if the layer could be either an output
-        layer or a single matrix.
+        Returns None if another layer could use the layer's outputs: the answer then depends on the
+        layers in the enclosing modules. Raises Unclear if the layer could be either an output layer
+        or a single matrix.
         """
         later, again, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == layer.outputs}

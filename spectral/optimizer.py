@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key under which `state_dict` saves other programs' entries. torch would mistake the entries' own
-keys for parameters: numbers, tensors or this name."""
+"""Key under which `state_dict` saves other programs' entries if their own keys are numbers, tensors
+or this name. torch would mistake such keys for parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -659,8 +659,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         Skipped steps are counted. All ranks that share parameters return the same value. Raises
         FloatingPointError on a nonfinite gradient with `nonfinite="raise"`. Raises ValueError if a
         parameter was replaced, if ranks have gradients for different parameters, or if replicas
-        have different gradients. Replicas are only compared in the first step with gradients for
-        the same set of parameters.
+        have different gradients. Replicas are only compared in the first step, and in steps in
+        which the set of parameters with gradients has changed.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)

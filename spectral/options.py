@@ -1,8 +1,8 @@
 """Options of the optimizer classes: the fields of a rule, with the library's defaults.
 
-`DEFAULTS` targets a single GPU and 32- or 16-bit weights. It uses as few msign steps and as narrow
-a dtype as possible without degrading training (evidence: docs/library.md). Float64 weights and the
-trainer's configs use the rules' own defaults.
+`DEFAULTS` targets a single GPU and 32- or 16-bit weights. Its msign settings are faster than the
+rules' own defaults: fewer steps, a narrower dtype, or both (reasons: docs/library.md). Float64
+weights and the trainer's configs use the rules' own defaults.
 """
 
 from collections.abc import Mapping, Sequence

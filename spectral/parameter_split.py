@@ -29,7 +29,7 @@ EMBEDDING = Seen(None, "an embedding")
 
 
 class Row(NamedTuple):
-    """A parameter's rule, matrices and the reason for this assignment."""
+    """The rule and the matrices of a parameter, and the reason for this assignment."""
 
     name: str
     shape: tuple[int, ...]

@@ -36,10 +36,11 @@ class Schedule:
     Attributes:
         coefficients: `(a, b, c)` of each step.
         continuation: whether further steps repeat the last step or start over.
-        half_margin: factor by which the input of a step may exceed the step's interval in 16 bits.
-            Every step but the last is then `p(s / margin)` instead of `p(s)`. Without this margin,
-            adversarial 2 x 4 matrices diverge in bfloat16 (plain form) and float16 (Gram form);
-            with the margin, singular values stay bounded even if all rounding errors are doubled.
+        half_margin: in 16 bits, factor by which the input of each step except the last may exceed
+            the step's interval. These steps are then `p(s / margin)` instead of `p(s)`. Without
+            this margin, adversarial 2 x 4 matrices diverge in bfloat16 (plain form) and float16
+            (Gram form); with the margin, singular values stay bounded even if all rounding errors
+            are doubled.
     """
 
     coefficients: tuple[Coefficients, ...]

@@ -136,7 +136,7 @@ class Muon(SpectralOptimizer):
 
 
 class NorMuon(SpectralOptimizer):
-    """NorMuon: Muon with each row of the update divided by a running RMS.
+    """NorMuon: Muon with each row of the update divided by the row's running RMS.
 
     Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). Use NorMuon for
     layers whose neurons learn at very different rates under Muon.

@@ -108,7 +108,7 @@ def top_pairs(
 ) -> TopPairs:
     """Compute `top_singular` for several stacks.
 
-    Operations on columns are launched once per stack, all other operations once for all stacks.
+    Operations on columns are launched for each stack. All other operations are launched once.
 
     Args:
         stacks: stacks of matrices, `[batch, rows, cols]`, `rows <= cols`, with equal row counts.

@@ -1,9 +1,9 @@
 """Updates many units in batches that fit in the workspace.
 
-All optimizers update their units through `step_units`. The units are instances of `Units`, whose
-methods return units as stacks and store the updated stacks. `ParameterUnits` are units that one
-process updates alone. Other subclasses implement sharded matrices, and the stacks and PC layers of
-the distributed optimizer.
+All optimizers update their units through `step_units`. A group of units is an instance of `Units`,
+whose methods return units as stacks and store the updated stacks. `ParameterUnits` are units that
+one process updates alone. Other subclasses implement sharded matrices, and the stacks and PC layers
+of the distributed optimizer.
 """
 
 from abc import ABC, abstractmethod
@@ -177,7 +177,7 @@ class ParameterUnits(Units):
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:
-    """Stack units into `[batch, ...]`; return a view of a single contiguous unit."""
+    """Stack units into `[batch, ...]`. For a single contiguous unit, return a view."""
     if len(units) == 1 and units[0].is_contiguous():
         return units[0].unsqueeze(0)
     return torch.stack(list(units))

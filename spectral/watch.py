@@ -215,7 +215,7 @@ class Facts:
     is_parameter: bool = False
     is_active: bool = False  # whether the values depend on the example, unlike a computed weight
     is_product: bool = False  # whether parameters alone are multiplied: a table's rows, or a weight
-    scaled: frozenset[Use] = frozenset()  # weights stored with scaled inputs or outputs
+    scaled: frozenset[Use] = frozenset()  # weights combined with activations or with each other
     vector: str = ""  # the name of the vector that the values belong to
     factors: "Sequence[Side]" = ()  # of a * b
     terms: "Sequence[Side]" = ()  # of f(a + b)
@@ -244,8 +244,9 @@ class Side(NamedTuple):
         return shared, {axis for axis, (n, m) in pairs if n > 1 == m}
 
     def vectors(self, other: "Side") -> list[int]:
-        """The axes of the vectors that single elements of `other` multiply, as attention weights
-        multiply the values of each head.
+        """The axes of the vectors that are each multiplied by a single element of `other`.
+
+        In attention, for example, a weight multiplies the value vector of a head.
         """
         along = [axis for axis in self.moving if other.shape[axis] == 1]
         return along if len(along) < len(self.moving) else []
@@ -548,7 +549,10 @@ class Watch(TorchDispatchMode):
         return isinstance(use, Use) and 1 < columns.numel() < use.count
 
     def _apart(self, statistic: Tensor, columns: Tensor) -> bool:
-        """Return whether a sum contains none of a weight's `columns`, as in the score of a head."""
+        """Return whether `columns` are part of a weight and none are in the sum `statistic`.
+
+        A head's score, for example, contains columns of queries and keys, but no columns of values.
+        """
         if not self._is_part(columns):
             return False
         return self.numbers.leaves(int(statistic.max())).isdisjoint(columns.flatten().tolist())
@@ -558,8 +562,12 @@ class Watch(TorchDispatchMode):
         return isinstance(self.numbers.record(columns.max()), Sums)
 
     def _choose_weights(self, name: str, sides: Sequence[Side], out: Tensor) -> None:
-        """Mark weights as hidden if activations multiply whole matrices, as in a mixture of
-        weights."""
+        """Record the weights that activations choose or modify.
+
+        A weight is marked as hidden if activations multiply its whole matrices, as in a mixture of
+        weights. If activations scale or shift rows or columns instead, the weight is recorded in
+        the result's `Facts.scaled`.
+        """
         for side, factor in permutations(sides, 2):
             _, kept = side.axes(factor)
             chosen = factor.columns is not None or factor.facts.is_active
@@ -920,7 +928,7 @@ class Watch(TorchDispatchMode):
             sizes = [len(own) for line in lines for other, own in line if other is use]
             wanted = prod(use.shape[a] for a in inputs)
             if prod(sizes) != wanted:
-                use.hidden = f"a product with {prod(sizes)} of its {wanted} inputs"
+                use.hidden = f"a product with {prod(sizes)} of the weight's {wanted} inputs"
         kept_parts = self.numbers.uses(along(kept))
         return torch.cat([use.columns(own, inputs, apart) for use, own in kept_parts])
 

@@ -84,8 +84,8 @@ class Use:
     def looks_up(self, numbers: Tensor, ordered: bool) -> bool:
         """Return whether the elements are the result of looking up whole rows.
 
-        Selecting all rows in another order does not count. Selecting all rows in the original order
-        (`ordered`) counts, as in a table of positions.
+        Selecting every row exactly once counts only if the rows are in the original order
+        (`ordered`), as in a table of positions.
         """
         rows, *rest = _places(numbers.unique() - self.start, self.shape, self.strides)
         whole = [len(line.unique()) for line in rest] == [*self.shape[1:]]
@@ -95,8 +95,8 @@ class Use:
     def columns(self, numbers: Tensor, inputs: set[int], apart: bool = False) -> Tensor:
         """Record a matmul that sums over the axes `inputs`. Return each column's first element.
 
-        If `apart` and the matmul uses a single stack entry, the returned elements are in that
-        entry. Otherwise, the returned elements are in the first entry.
+        `apart` only has an effect if the matmul uses a single stack entry: the returned elements
+        are then in that entry instead of the first entry.
         """
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]
@@ -110,8 +110,8 @@ class Use:
         """Return the weight's division and the reason for it.
 
         Args:
-            taken: the weights whose outputs another layer uses, and None. In `joined`, None stands
-                for other activations.
+            taken: the weights whose outputs are used by a matmul, and None. If `joined` contains
+                None, the activations to which the outputs are added rule out an output head.
 
         Raises:
             ValueError: if the pass does not use the weight, drops its outputs or hides how they are
@@ -167,7 +167,7 @@ class Use:
         single = [rows == 1 < inputs for rows, inputs in shapes]
         if crossed and (all(single) or (any(single) and _overlap(several))):
             raise ValueError(
-                "this weight's outputs are combined along two axes, so each matrix would have a "
+                "this weight's outputs are combined along two axes, so some matrices would have a "
                 "single output"
             )
         if not self.outputs or all(1 in shape for shape in shapes):

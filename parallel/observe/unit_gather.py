@@ -2,10 +2,9 @@
 
 The singular values of a matrix cannot be computed from its shards' singular values. Therefore each
 matrix is gathered on a single rank, its inspection rank. Any sharded tensor can be gathered.
-Matrices are sent as in an optimizer step, but in their own dtype and in rounds that fit in each
-rank's memory.
-All matrices of a parameter share an inspection rank, so that only this rank needs the parameter's
-input activations.
+Matrices are sent as in an optimizer step, but without conversion to another dtype, and in rounds
+that fit in each rank's memory. All matrices of a parameter share an inspection rank, so that only
+this rank needs the parameter's input activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -184,8 +184,8 @@ class MaterializedUnits:
     ) -> None:
         """Plan the exchange of the units, and copy W from the master weights to the owners.
 
-        Gradients are sent to owners in `options.exchange_dtype`, by default in their own dtype.
-        PC(W) is sent in the parameter dtype, so that it is the same on all ranks.
+        Gradients are sent to owners in `options.exchange_dtype`; None means no conversion. PC(W) is
+        sent in the parameter dtype, so that it is the same on all ranks.
         """
         self.exists = bool(transfers)  # the same on all ranks of the stage
         self.buffers = model.buffers

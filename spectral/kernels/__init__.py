@@ -60,8 +60,8 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
 def updates(tensors: Sequence[Tensor]) -> bool:
     """Return whether the kernels `update_` and `average_` can process all `tensors`.
 
-    The device must be in the table, and all tensors must be float32 and contiguous. Slices of a
-    stack and views of a tall convolution are not contiguous.
+    Triton must be installed, the device must be in the table, and all tensors must be float32 and
+    contiguous. Slices of a stack and views of a tall convolution are not contiguous.
     """
     if not (listed(device_name(tensors[0].device)) and has_triton()):
         return False

@@ -168,9 +168,9 @@ def root(
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
     """Orthonormalise the rows of float32 or float64 `x` `[batch, count, n]` in float64.
 
-    `dependent` is added to the diagonal of the rows' Gram matrix. Rows whose length would then be
-    below 0.5 instead of 1 are linearly dependent and are set to zero. The result has the dtype of
-    `x`.
+    `dependent` is added to the diagonal of the rows' Gram matrix. In the result, linearly dependent
+    rows are therefore shorter than 1; rows shorter than 0.5 are set to zero. The result has the
+    dtype of `x`.
     """
     batch, count, n = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -78,7 +78,7 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """An update rule. The fields are the hyper-parameters, and the keys of the config section."""
+    """An update rule. Its fields are the hyper-parameters and the keys of its config section."""
 
     whole_matrix: ClassVar[bool]
     """Whether the rule needs whole matrices `[batch, rows, cols]`; otherwise it is elementwise."""
@@ -233,8 +233,8 @@ def class_problems(kind: type[Rule]) -> Iterator[str]:
         if name not in state or state[name].shape[: len(shape)] != shape:
             got = tuple(state[name].shape) if name in state else "none"
             yield (
-                f"must create the state {name} with shape {[*shape]} for a weight of shape "
-                f"[2, 3, 4], got {got}"
+                f"must create the state {name} with a shape that starts with {[*shape]} for a "
+                f"weight of shape [2, 3, 4], got {got}"
             )
 
 

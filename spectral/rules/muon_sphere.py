@@ -99,8 +99,8 @@ class MuonSphereRule(RadiusRule):
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the top singular vectors `u` and `v`.
 
-        `u` is `[batch, rows]` and `v` is `[batch, cols]`. The first step computes `nearby`,
-        `[batch, NEARBY, shorter side]`.
+        `u` is `[batch, rows]` and `v` is `[batch, cols]`. The state also contains `nearby`,
+        `[batch, NEARBY, shorter side]`, which is zero until the first step.
         """
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())

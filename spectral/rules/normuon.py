@@ -20,7 +20,7 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class NorMuonRule(MuonRule):
-    """Muon with each row of the update divided by a running RMS (moving average over steps)."""
+    """Muon with each row of the update divided by the row's RMS (moving average over steps)."""
 
     beta2: float = 0.95
     """Decay rate of the moving average of each update row's mean square, in [0, 1)."""

@@ -16,7 +16,7 @@ Strategy = Literal["auto", "ping_pong"]
 """Placement strategy; see `place`."""
 
 SLACK = 0.02
-"""Largest relative increase of the maximum load that is accepted to send fewer elements."""
+"""Largest relative increase of the maximum load that sending fewer elements may cause."""
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,10 @@ class RankGroup:
         return least > 0, smallest == -largest
 
     def differ(self, numbers: Sequence[Tensor]) -> list[bool]:
-        """Return whether each 0-d number differs between ranks by more than a thousandth. Numbers
-        must not be negative."""
+        """Return, for each 0-d number, whether it differs between ranks by more than a thousandth.
+
+        Numbers must not be negative.
+        """
         extremes = torch.stack([*numbers, *(-number for number in numbers)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         largest, smallest = extremes[: len(numbers)], -extremes[len(numbers) :]

@@ -1473,7 +1473,7 @@ def counts_of_the_outputs_of_a_layer(m: Any, x: Tensor) -> Any:
     return m.out(m.table[(m.gate(x) > 0).sum(-1)])
 
 
-@refused("both: a product with 6 of its 12 inputs makes the use", "out 10 4, both 12x10")
+@refused("both: a product with 6 of the weight's 12 inputs makes the use", "out 10 4, both 12x10")
 def blocks_that_alternate_along_both_axes(m: Any, x: Tensor) -> Any:
     return m.out(torch.cat([x[..., i::2] @ m.both[i::2, i::2] for i in (0, 1)], -1))
 
@@ -1496,7 +1496,7 @@ def a_bank_of_fused_values_and_outputs(m: Any, x: Tensor) -> Any:
 CHOSEN = "gate 12 3, head 12 4, weights 3x12x12"
 
 
-@refused("weights: a product with 24 of its 36 inputs makes the use", CHOSEN)
+@refused("weights: a product with 24 of the weight's 36 inputs makes the use", CHOSEN)
 def sums_of_outputs_of_experts_in_one_product(m: Any, x: Tensor) -> Any:
     x = x.flatten(0, 1)
     probabilities, chosen = m.gate(x).softmax(-1).topk(2)
