@@ -1814,4 +1814,4 @@ def test_a_choice_among_tokens_is_none_among_columns(name: str) -> None:
 def test_a_wrong_example_is_named_where_the_model_fails() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         split_parameters(nn.Linear(4, 4), example=torch.randn(2, 5))
-    assert "forward pass of example" in raised.value.__notes__[0]
+    assert "forward pass on `example`" in raised.value.__notes__[0]
