@@ -62,5 +62,5 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path, name: str) 
     write_manifest(tmp_path)
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace("tokenizer.json", name))
-    with pytest.raises(DataError, match="must name only files in its folder, got"):
+    with pytest.raises(DataError, match="must list only files in the same folder, got"):
         read_manifest(tmp_path)
