@@ -329,8 +329,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokens",
         type=token_count,
         help="number of tokens per set, such as 10000000000, 10_000_000_000, 1e10 or 10B; the set "
-        "ends with the document that reaches it (default: the corpus's own limit or, without "
-        "--corpus, no limit)",
+        "ends with the document that reaches this number (default: the corpus's own limit or, "
+        "without --corpus, no limit)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(

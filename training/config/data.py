@@ -55,7 +55,8 @@ class DataPhase(Section):
         """Check that exactly one key defines the start of the phase."""
         keys = [key for key in BEGINNINGS if getattr(self, key)]
         rule = (
-            f"or after_share or with_decay must be set, but only one of these keys, got {len(keys)}"
+            "or after_share or with_decay must be set, but only one of these keys, got "
+            f"{len(keys)} keys"
         )
         yield "after_steps", len(keys) != 1, rule
 

@@ -29,7 +29,7 @@ class RampStage(Section):
     def checks(self) -> Iterator[Check]:
         """Check that exactly one limit is set."""
         limits = [limit for limit in (self.until_steps, self.until_tokens) if limit is not None]
-        rule = f"or until_tokens must be set, but only one of these keys, got {len(limits)}"
+        rule = f"or until_tokens must be set, but only one of these keys, got {len(limits)} keys"
         yield "until_steps", len(limits) != 1, rule
 
     def steps_left(self, step: int, tokens: int, sequence_length: int) -> int:
