@@ -265,7 +265,7 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
 
 
 def first_weights(config: Config, facts: Identity) -> InitialWeights | None:
-    """Return the initial weights from another run, or None if the run initialises new weights.
+    """Return the weights that this run loads from another run, or None if it initialises its own.
 
     Raises BrokenCheckpointError or ResumeError if the weights from another run cannot be used, and
     VocabularyError if a newly initialised embedding would have more rows than the data needs.

@@ -55,7 +55,7 @@ SHAPE = {
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects in a JSON lines file. Raises InputError if a line is damaged."""
+    """Read the objects in a JSON lines file. Raises InputError if a line is malformed."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:

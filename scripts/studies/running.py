@@ -185,8 +185,8 @@ def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[float, list[Run]]:
-    """Return the runs of the study's curve, keyed by share of the full length. For each share,
-    there is one run per seed."""
+    """Return the runs for the study's curve: for each share of the full length, one run per
+    seed."""
     if study.curve is None:
         return {}
     name = study.curve.variant

@@ -191,7 +191,8 @@ class ScheduleConfig(Section):
     """Shape after warm-up; wsd (warmup-stable-decay) stays constant, then decays linearly."""
     unit: Literal["steps", "tokens"] = "steps"
     """Unit in which warm-up and decay are measured. With `tokens`, a batch of `train.global_batch`
-    sequences counts as one step, and a smaller batch in `train.batch_ramp` as a fraction."""
+    sequences counts as one step, and a smaller batch in `train.batch_ramp` counts as a fraction of
+    a step."""
     warmup_steps: Whole = 0
     """Number of steps over which the learning rate warms up linearly from 0 to its peak."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
