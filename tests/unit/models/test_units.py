@@ -51,14 +51,12 @@ def test_coverage_names_what_is_missing_or_claimed_twice():
     units = all_units(MODEL)
     parameters = parameters_of(units)
     with pytest.raises(
-        ValueError, match="cover .*attention.qkv exactly once, got [1-9].* and 0 with"
+        ValueError, match="attention.qkv must be in exactly one unit, got [1-9].* and 0 elements"
     ):
         check_coverage([u for u in units if u.name != "layers.0.k.1"], parameters)
     with pytest.raises(ValueError, match="must belong to at least one unit"):
         check_coverage([u for u in units if u.role != "head"], parameters)
-    with pytest.raises(
-        ValueError, match="must cover parameter head .* got 0 elements .* and [1-9]"
-    ):
+    with pytest.raises(ValueError, match="parameter head must be .* got 0 elements .* and [1-9]"):
         check_coverage([*units, units[-1]], parameters)
     with pytest.raises(ValueError, match="not a model parameter"):
         check_coverage(units, {k: v for k, v in parameters.items() if k != "head"})
