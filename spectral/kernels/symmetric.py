@@ -168,7 +168,7 @@ def check_operands(a: Tensor, b: Tensor) -> None:
         )
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         raise ValueError(
-            "a and b must have the same dtype (float32, bfloat16 or float16), got "
+            "a and b must both be float32, both bfloat16 or both float16, got "
             f"{a.dtype} and {b.dtype}"
         )
     for x in (a, b):

@@ -24,7 +24,7 @@ SOFTMAX = MIXTURE | {"shared_experts": 0, "score": "softmax", "expert_bias": Fal
 def test_a_family_without_a_class_in_transformers_is_not_exported(monkeypatch) -> None:
     mine = replace(FAMILIES["llama"], name="mine", hugging_face=())
     monkeypatch.setitem(FAMILIES, "mine", mine)
-    with pytest.raises(InexpressibleError, match="must have a class .*, got mine"):
+    with pytest.raises(InexpressibleError, match="be a family with a class .*, got mine"):
         architecture(replace(MODEL, family="mine"))
 
 
