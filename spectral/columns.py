@@ -11,7 +11,7 @@ from .weight_use import Use
 
 
 class Sums(NamedTuple):
-    """Sums or products of two columns each, numbered consecutively from `start`."""
+    """Sums or products, each of two columns. The results are numbered from `start`."""
 
     start: int
     end: int

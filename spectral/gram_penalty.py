@@ -21,7 +21,7 @@ Normalize = Literal["frobenius", "size"]
 def gram_penalty_and_grad(
     w: Tensor, *, power: int = 2, side: Side = "in", normalize: Normalize | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the penalty `[...]` of each matrix and its gradient, without a graph.
+    """Compute each matrix's penalty `[...]`, and the gradient of this penalty, without a graph.
 
     If the Gram matrix of the other side is smaller, E is computed from that matrix as ||W W^T||_F^2
     - sum_j |w_j|^4. Differences below the rounding error of the first term are set to zero. The

@@ -1,4 +1,4 @@
-"""The spectral sphere `||W||_2 = R`: its radius, retractions to it, and initialisation on it."""
+"""The spectral sphere `||W||_2 = R`: its radius, retractions onto it, and initialisation on it."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -158,7 +158,7 @@ def every_draw(means: Mapping[str, float], runs: Mapping[str, list[float]]) -> l
 def panels(
     gaps: Mapping[str, Tensor], means: Mapping[str, float], runs: Mapping[str, list[float]]
 ) -> list[Panel]:
-    """Return panels of the norm over steps, and of the gaps of Gaussian matrices."""
+    """Return two panels: the norm against the step, and the gaps of Gaussian matrices."""
     rescaled = {name: run for name, run in runs.items() if name.startswith("algorithm 2")}
     plain = {name: run for name, run in runs.items() if name not in rescaled}
     dots = {f"{name}, mean {means[name]:.4f}": gap.tolist() for name, gap in gaps.items()}

@@ -109,10 +109,10 @@ def check_rows(config: Config) -> None:
     rows = model.padded_vocab if ids is None else replace(model, vocab_size=ids).padded_vocab
     if model.padded_vocab > rows:
         raise VocabularyError(
-            f"model.vocab_size must be at most {rows:,} (the {ids:,} token ids of the data, padded "
-            f"to a multiple of model.vocab_multiple = {model.vocab_multiple}), got "
-            f"{model.vocab_size:,}; set model.vocab_size=null, or increase model.vocab_multiple to "
-            "add untrained rows"
+            f"model.vocab_size must be at most {rows:,}, got {model.vocab_size:,}: the data has "
+            f"{ids:,} token ids, padded to a multiple of {model.vocab_multiple} "
+            "(model.vocab_multiple). Set model.vocab_size=null, or increase model.vocab_multiple "
+            "to add untrained rows"
         )
 
 

@@ -271,8 +271,8 @@ class Trace:
     def within(self, name: str) -> Iterator[None]:
         """Context manager to count work as part `name` of the run.
 
-        After an outermost context ends, further work still counts toward this context's part until
-        the next context starts. Names not in `PHASES` are ignored.
+        Work after the end of an outermost context also counts as part `name`, until the next
+        context starts. Names not in `PHASES` are ignored.
         """
         if name not in PHASES:
             yield
