@@ -108,7 +108,7 @@ def compare_runs(options: argparse.Namespace) -> Path:
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
     """Write all figures of the runs, or a report per run, and return the paths."""
-    from scripts.plots.compare import warn_of_unlike
+    from scripts.plots.compare import LOSS, warn_of_unlike, with_contents
     from scripts.plots.run_data import read_run
     from scripts.plots.run_figures import write_figures
     from scripts.plots.run_page import report
@@ -119,7 +119,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
             f"run folders must have different names, got {', '.join(run.name for run in runs)}"
         )
     if not options.html:
-        warn_of_unlike(runs)
+        warn_of_unlike(runs, with_contents(runs), LOSS[0])
         for run in runs:
             if not run.metrics:
                 raise InputError(f"{run.folder} has not logged any steps yet")

@@ -13,7 +13,7 @@ from typing import Any
 from scripts.plots.run_data import RunData, RunStatus, read_run, run_status
 from scripts.plots.run_figures import FIGURES
 from scripts.plots.run_page import PageSection, figure_sections, key_figures, page, subtitle
-from training.config.data import MEAN, MEASURED, mean_weights
+from training.config.data import MEAN, MEASURED, rounded_mean_weights
 from training.config.yaml_files import flat
 from training.errors import InputError
 
@@ -79,9 +79,12 @@ def unlike_measurements(
     return reasons
 
 
-def warn_of_unlike(runs: Sequence[RunData], metric: str = LOSS[0]) -> str | None:
-    """If `metric` is not comparable between the runs, print a warning and return its text."""
-    reasons = unlike_measurements(runs, with_contents(runs), metric)
+def warn_of_unlike(
+    runs: Sequence[RunData], configs: Sequence[dict[str, Any]], metric: str
+) -> str | None:
+    """If `metric` is not comparable between the runs, print a warning and return its text. For the
+    arguments, see `unlike_measurements`."""
+    reasons = unlike_measurements(runs, configs, metric)
     if not reasons:
         return None
     text = UNLIKE.format(", ".join(reasons))
@@ -93,8 +96,7 @@ def _weights_of(config: dict[str, Any]) -> list[tuple[str, float]]:
     """Return each validation set's weight in the mean loss, for a run's config."""
     data = config.get("data", {})
     mixture = {name: each.get("weight", 1.0) for name, each in (data.get("train") or {}).items()}
-    means = mean_weights(data.get("validation") or {}, mixture)
-    return sorted((name, round(weight, 6)) for name, weight in means.items())
+    return sorted(rounded_mean_weights(data.get("validation") or {}, mixture).items())
 
 
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -216,7 +218,7 @@ def comparison(base: Path, folders: Sequence[Path]) -> str:
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Only the best {MOST} of {len(logged)} runs are shown." if len(logged) > MOST else ""
     about = ABOUT.format(heading)
-    if (unlike := warn_of_unlike(runs, metric)) is not None:
+    if (unlike := warn_of_unlike(runs, configs, metric)) is not None:
         about = f"{unlike} {about}"
     overlays = ((each, each.overlay) for each in FIGURES if each.name in OVERLAID)
     sections = [

@@ -226,10 +226,12 @@ class StudyTrainer:
         """Raise InputError if a record's data or environment does not match the run. Warn once
         about records without facts, and once about records of other software versions."""
         if not record.facts:
-            self._warn("records from earlier versions contain no hashes to check the data against")
+            text = "records from earlier versions contain no hashes to check the data against"
+            self._warn("facts", text)
         for name, was in record.facts.get("versions", {}).items():
             if (now := self.versions.get(name)) != was:
-                self._warn(f"{name} was {was} in earlier runs such as {record.label}, but is {now}")
+                text = f"{name} was {was} in earlier runs such as {record.label}, but is {now}"
+                self._warn(name, text)
         for kind, now in self._facts(run).items():
             was = record.facts.get(kind, now)
             if was != now:
@@ -238,9 +240,9 @@ class StudyTrainer:
                     f"{was}; choose another --results folder, or delete the record"
                 )
 
-    def _warn(self, text: str) -> None:
-        """Print a warning, once for each first word."""
-        if (about := text.split()[0]) not in self._warned:
+    def _warn(self, about: str, text: str) -> None:
+        """Print a warning, once for each value of `about`."""
+        if about not in self._warned:
             self._warned.add(about)
             print(f"warning: {self.book.path}: {text}", file=sys.stderr)
 

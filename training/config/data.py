@@ -30,6 +30,11 @@ def mean_weights(names: Iterable[str], mixture: Mapping[str, float]) -> dict[str
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
+def rounded_mean_weights(names: Iterable[str], mixture: Mapping[str, float]) -> dict[str, float]:
+    """Return `mean_weights`, rounded so that the weights of two runs can be compared."""
+    return {name: round(weight, 6) for name, weight in mean_weights(names, mixture).items()}
+
+
 MEAN: Final = "weights of the validation sets in the mean"
 """Reason why the validation losses of two runs are not comparable: `mean_weights` differ."""
 
@@ -134,10 +139,9 @@ class DataConfig(Section):
     missing."""
 
     def mean_weights(self) -> dict[str, float]:
-        """Return `mean_weights` of the validation sets, rounded for comparisons."""
+        """Return `rounded_mean_weights` of the validation sets."""
         mixture = {name: each.weight for name, each in self.train.items()}
-        weights = mean_weights(self.validation, mixture)
-        return {name: round(weight, 6) for name, weight in weights.items()}
+        return rounded_mean_weights(self.validation, mixture)
 
     def checks(self) -> Iterator[Check]:
         """Check the tokenizer path, the sets' names and weights, and that every set is read."""
