@@ -29,7 +29,7 @@ from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
 from parallel.storage.bucket_layout import BucketPlanner
-from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer, WeightProducts
+from parallel.storage.domain_model import DomainModel, WeightProducts
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -146,7 +146,7 @@ class ParallelModel:
     def zero_gradients(self) -> None:
         """Clear the gradient buckets."""
         for part in self.domains:
-            torch._foreach_zero_(part.buffers.gradients)
+            torch._foreach_zero_(part.gradients)
 
     def wait_for_weights(self) -> None:
         """Wait until the weights that the last step updated have been all-gathered."""
@@ -158,14 +158,14 @@ class ParallelModel:
         """Context manager to disable gradient reduction after micro-batches."""
         with contextlib.ExitStack() as stack:
             for part in self.domains:
-                stack.enter_context(part.reducer.no_sync())
+                stack.enter_context(part.no_sync())
             yield
 
     def finish_gradients(self) -> None:
         """Wait until every gradient shard holds the mean gradient over the global batch."""
         self.after_backward()
         for part in self.domains:
-            part.reducer.finish()
+            part.finish_gradients()
 
     def forward_backward(
         self,
@@ -254,7 +254,7 @@ class ModelOptions:
     split               fields of `Split`: qkv_units, split_gate_up
     loss                options of `DecoderModel`: loss_chunk, fused_loss, z_loss
     overlap_reduce      whether reduce-scatters start during the backward pass
-    gradient_dtype      dtype of gradient buckets; see `Buffers`
+    gradient_dtype      dtype of gradient buckets; see `DomainModel`
     pc                  PC layer config; only used if PC layers are evaluated in the graph
     radius_scalers      radius scalers by role; other roles use the scaler in `InitConfig`
     weights             function that returns the initial value `[*shape]` of a whole unit; None:
@@ -291,13 +291,12 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
     )
     config = code.transformer_config(model, dtype=options.dtype, layout=layout, **options.engine)
     chunks = build_chunks(model, config, specs, options, groups)
+    parameters = named_parameters(code.parameter_names, chunks, specs)
     in_graph: list[UnitWeight] = []
     if pc is not None and pc.evaluator == "in_graph":
-        plain = named_parameters(code.parameter_names, chunks, specs)
         tensor = {domain.name: domain.tensor.group for domain in (groups.dense, groups.experts)}
-        in_graph = precondition_(chunks, plain, stage_units[groups.tensor.rank], pc, tensor)
+        in_graph = precondition_(chunks, parameters, stage_units[groups.tensor.rank], pc, tensor)
         stage_units = [with_gammas(units, pc) for units in stage_units]
-    parameters = named_parameters(code.parameter_names, chunks, specs)
     check_coverage(stage_units[groups.tensor.rank], parameters)
     comm_volume = CommVolume()
     built = ParallelModel(
@@ -381,29 +380,24 @@ def build_domains(
     comm_volume: CommVolume,
 ) -> list[DomainModel]:
     """Move the dense parameters and, if any, the experts into buckets."""
-    domains, sequence = [], groups.layout.sequence_parallel
+    domains = []
     for domain in (groups.dense, groups.experts):
         units = units_of_domain(stage_units, domain.name)
         if domain is groups.experts:  # all tensor-parallel ranks declare the same units
             units = [units[groups.tensor.rank]] * domain.tensor.size
         local = units[domain.tensor.rank]
-        if not local:
-            continue
-        bucket_layout = replace(options.buckets, ranks=domain.replicas.size).layout(local)
-        members = {unit.parameter: parameters[unit.parameter] for unit in local}
-        buffers = Buffers(
-            bucket_layout, members, domain.replicas, gradient_dtype=options.gradient_dtype
-        )
-        reducer = GradientReducer(
-            buffers,
-            members,
-            domain,
-            comm_volume,
-            tensor_sums=[unit for unit in local if unit.summed_over_tensor(sequence)],
-            tied=[unit for unit in local if unit.tied_stage],
-            overlap=options.overlap_reduce,
-        )
-        domains.append(DomainModel(domain, units, buffers, reducer, comm_volume))
+        if local:
+            built = DomainModel(
+                domain,
+                units,
+                parameters,
+                replace(options.buckets, ranks=domain.replicas.size).layout(local),
+                comm_volume,
+                gradient_dtype=options.gradient_dtype,
+                overlap=options.overlap_reduce,
+                sequence_parallel=groups.layout.sequence_parallel,
+            )
+            domains.append(built)
     return domains
 
 
@@ -426,7 +420,7 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
     for effective in built.in_graph:
         effective.start_(built._weight_of(effective))
     for part in built.domains:
-        part.buffers.reload_masters()
+        part.reload_masters()
 
 
 def in_shares(
@@ -448,7 +442,7 @@ def install_hooks(model: ParallelModel) -> None:
     bucket_of = {
         id(model.parameters[name]): (i, bucket.index)
         for i, part in enumerate(model.domains)
-        for name, (bucket, _) in part.buffers.bucket_layout.slots.items()
+        for name, (bucket, _) in part.bucket_layout.slots.items()
     }
 
     def wait(needed: Sequence[tuple[int, int]], *_: object) -> None:

@@ -80,5 +80,5 @@ def fill(model: ParallelModel, turn: int) -> None:
     """Fill the gradients of a step with random values."""
     generator = torch.Generator().manual_seed(turn)
     for part in model.domains:
-        for flat in part.buffers.gradients:
+        for flat in part.gradients:
             flat.copy_(torch.randn(flat.shape, generator=generator))

@@ -150,15 +150,16 @@ def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
 
 def precondition_(
     chunks: Iterable[torch.nn.Module],
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: dict[str, torch.nn.Parameter],
     units: Sequence[Unit],
     pc: PCConfig,
     tensor: Mapping[str, ProcessGroup],
 ) -> list[UnitWeight]:
     """Parametrize the weights that contain preconditioned units, and return the parametrizations.
 
-    `units` are this rank's units, and `parameters` maps names to parameters. `tensor` maps each
-    domain with sharded units to the process group of the ranks that share the domain's weights.
+    `units` are this rank's units, and `parameters` maps names to parameters. Learnable gammas are
+    added to `parameters`. `tensor` maps each domain with sharded units to the process group of the
+    ranks that share the domain's weights.
     """
     units_of = grouped(units, lambda unit: id(parameters[unit.parameter]))
     layers = []
@@ -175,6 +176,8 @@ def precondition_(
             # unsafe=True skips a validity check, which would run collectives.
             parametrize.register_parametrization(module, "weight", layer, unsafe=True)
             layers.append(layer)
+            if isinstance(layer.gamma, torch.nn.Parameter):
+                parameters[members[0][0].parameter + GAMMA] = layer.gamma
     return layers
 
 

@@ -261,7 +261,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
     part = domain.model
     for unit, span, start in _shard_spans(part):
         if domain.assign(unit).pc is None:
-            flat = part.buffers.masters[span.bucket].detach().narrow(0, start, span.length)
+            flat = part.masters[span.bucket].detach().narrow(0, start, span.length)
             yield from _pieces(f"weight/{unit.name}", unit, span, flat, part.domain.tensor)
 
 
@@ -343,7 +343,7 @@ def _is_counter(value: Tensor) -> bool:
 
 def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
     """Yield (unit, span, start in the shard) for all unit spans in this rank's shards."""
-    bucket_layout, rank = part.buffers.bucket_layout, part.domain.replicas.rank
+    bucket_layout, rank = part.bucket_layout, part.domain.replicas.rank
     for unit in part.units:
         for span in bucket_layout.shard_spans(unit, rank):
             yield unit, span, span.start - rank * bucket_layout.shard_numel(span.bucket)

@@ -42,7 +42,7 @@ class GradientSamples:
         self.model = model
         model.sum_in_products(False)
         for part in self.parts:
-            part.reducer.observe = self._observe  # drops samples that were not read
+            part.observe = self._observe  # drops samples that were not read
 
     def _observe(self, name: str, gradient: Tensor) -> None:
         if name not in self.matrices:
@@ -60,7 +60,7 @@ class GradientSamples:
         products: dict[str, Tensor] = {}
         self.model.sum_in_products(self.model.sums_in_products)
         for part in self.parts:
-            part.reducer.observe = None
+            part.observe = None
             for name in sorted({u.parameter for u in part.units if u.is_matrix}):
                 samples = self._samples(part, name)
                 for unit in part.units:
@@ -75,15 +75,13 @@ class GradientSamples:
 
     def _samples(self, part: DomainModel, name: str) -> Tensor:
         """Return a parameter's gradients `[samples, elements]`, up to a common scale factor."""
-        slot = part.buffers.bucket_layout.slots[name][1]
-        like = part.buffers.gradients[0]
+        slot = part.bucket_layout.slots[name][1]
+        like = part.gradients[0]
         samples = like.new_zeros(self.count, slot.numel)
         for i, gradient in enumerate(self.kept.get(name, [])):
             samples[self.first + i].copy_(gradient.flatten())
         all_reduce_(samples, part.domain.replicas, CommVolume(), "samples")
-        if any(unit.parameter == name for unit in part.reducer.tensor_sums):
-            all_reduce_(samples, part.domain.tensor, CommVolume(), "samples")
-        if any(unit.parameter == name for unit in part.reducer.tied):
-            assert part.domain.ends is not None
-            all_reduce_(samples, part.domain.ends, CommVolume(), "samples")
+        for axis, _, units in part.partial_sums:
+            if any(unit.parameter == name for unit in units):
+                all_reduce_(samples, axis, CommVolume(), "samples")
         return samples

@@ -97,7 +97,7 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
     snapshot."""
     kept: Callable[[Tensor], Tensor] = torch.clone if copy else torch.Tensor.detach
     return Snapshot(
-        [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
+        [[kept(master) for master in domain.model.masters] for domain in optimizer.domains],
         {
             unit.name: kept(stack.weight[i])
             for stack in optimizer.materialized
@@ -112,7 +112,7 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
     Before the optimizer step, the gradient of a PC layer is the gradient with respect to PC(W).
     """
     return [
-        [shard.clone() if copy else shard for shard in domain.buffers.gradient_shards()]
+        [shard.clone() if copy else shard for shard in domain.model.gradient_shards()]
         for domain in optimizer.domains
     ]
 
@@ -121,7 +121,7 @@ def momenta(optimizer: DistributedOptimizer) -> Snapshot:
     """Return a snapshot of the momenta (0 for rules without momentum). For PC layers, `whole` holds
     the momentum of W."""
     kept = Snapshot(
-        [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
+        [[torch.zeros_like(m) for m in domain.model.masters] for domain in optimizer.domains],
         {
             unit.name: stack.state[MOMENTUM][i]
             for stack in optimizer.materialized
@@ -145,7 +145,7 @@ class UnitGather:
         self.plans = []
         for index, domain in enumerate(optimizer.domains):
             stage, units = domain.domain.stage, domain.model.stage_units
-            layout = domain.buffers.bucket_layout
+            layout = domain.model.bucket_layout
             for owners in inspection_rounds(units, layout, stage.size, elements):
                 transfers = plan_transfers(units, layout, owners)
                 bucket, _ = layout.slots[transfers[0].unit.parameter]

@@ -190,13 +190,12 @@ class WeightWatch:
 
     def _watched(self) -> Iterator[_Watched]:
         for part in self.optimizer.model.domains:
-            buffers = part.buffers
             for bucket, flat, master in zip(
-                buffers.bucket_layout.buckets, buffers.parameters, buffers.masters, strict=True
+                part.bucket_layout.buckets, part.parameters, part.masters, strict=True
             ):
                 yield _Watched("parameter", flat, bucket.slots)
                 if master.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-                    first = buffers.replicas.rank * master.numel()
+                    first = part.domain.replicas.rank * master.numel()
                     yield _Watched("master", master, bucket.slots, first)
         for domain in self.optimizer.domains:
             for group in domain.step_groups:

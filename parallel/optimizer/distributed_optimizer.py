@@ -100,7 +100,7 @@ class DistributedOptimizer:
         this rank allows the step. The returned `active` is True only if the norm is finite and all
         ranks allow the step.
         """
-        some = self.domains[0].buffers.gradients[0]
+        some = self.domains[0].model.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
         square = torch.zeros((), dtype=dtype, device=some.device)
         refusals = torch.zeros_like(square) if sound is None else (~sound).to(dtype)
@@ -123,7 +123,7 @@ class DistributedOptimizer:
         """Yield (in_norm, gradient) for this rank's gradients, where `in_norm` tells whether this
         rank counts the gradient in the norm."""
         for domain in self.domains:
-            shards = domain.buffers.gradient_shards()
+            shards = domain.model.gradient_shards()
             for region in domain.regions:
                 yield region.in_norm, region.of(shards)
             for units in domain.materialized:
@@ -168,7 +168,7 @@ class DistributedOptimizer:
         for stack in self.materialized:
             seen.append(stack.guard_())
             gammas.append(stack.gamma[:, 0])
-        none = torch.zeros(0, device=self.domains[0].buffers.master.device)
+        none = torch.zeros(0, device=self.domains[0].model.master.device)
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
@@ -247,7 +247,7 @@ def build_optimizer(
     for part in model.domains:
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
-        layout = part.buffers.bucket_layout
+        layout = part.bucket_layout
         works = unit_work(part.stage_units, layout, assign)
         ranks = dist.get_process_group_ranks(part.domain.stage.group)
         # A rank may own both dense matrices and experts, so place experts on top of the dense load.
@@ -281,7 +281,7 @@ class Update:
         """Prepare the update. For `max_norm`, see `DistributedOptimizer.clip`."""
         self.optimizer = optimizer
         self.max_norm = max_norm
-        self.device = optimizer.domains[0].buffers.master.device
+        self.device = optimizer.domains[0].model.master.device
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> GradientNorm:
         """Clip, step, and return the norm before clipping.

@@ -30,7 +30,7 @@ from parallel.optimizer.owned_stacks import (
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.optimizer.unit_transfer import UnitTransfer, stage_exchange
-from parallel.storage.domain_model import Buffers, DomainModel
+from parallel.storage.domain_model import DomainModel
 from spectral.batching import add_all_, copy_all_, grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.exchange import Exchange, local_pairs
@@ -111,13 +111,12 @@ class DomainOptimizer:
         # Views of this rank's unit pieces in the model's parameters.
         self.weights = {u.name: u.view(parameters[u.parameter].detach()) for u in model.units}
         self.domain: Domain = model.domain
-        self.buffers: Buffers = model.buffers
         self.assign = assign
         self.options = options
-        self.streams = Streams(self.buffers.master.device)
+        self.streams = Streams(self.model.master.device)
         self.step_groups = [
             self._new_group(buckets, transfers)
-            for buckets in self.buffers.bucket_layout.step_groups(options.step_groups)
+            for buckets in self.model.bucket_layout.step_groups(options.step_groups)
         ]
         self.publish()
         if any(units.exists for units in self.materialized):
@@ -148,14 +147,14 @@ class DomainOptimizer:
         """Reload the owners' copies of weights from the master weights, e.g. after loading a
         checkpoint."""
         for group in self.step_groups:
-            group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
+            group.exchange.gather(self.model.masters, group.kept, self.model.master)
 
     def rescalings(self) -> Iterator[tuple[Unit, str, float]]:
         """Yield (unit, rule name, factor) for each owned matrix that is rescaled to a radius by its
         rule. Materialized PC layers are omitted. `factor` is radius / spectral norm. Collective
         over the stage."""
         for group in self.step_groups:
-            weights = gathered_weights(group.stacks, group.exchange, self.buffers)
+            weights = gathered_weights(group.stacks, group.exchange, self.model)
             for stack in group.stacks:
                 radius = stack.rule.radius_of(stack.units[0].shape)
                 if radius is None or not stack.rule.rescales:
@@ -170,7 +169,7 @@ class DomainOptimizer:
         tensors = [t for region in self.regions for t in region.state.values()]
         tensors += [t for stack in self.stacks for t in stack.tensors()]
         tensors += [weight for group in self.step_groups for weight in group.kept.values()]
-        masters = zip(self.buffers.masters, self.buffers.parameters, strict=True)
+        masters = zip(self.model.masters, self.model.parameters, strict=True)
         tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -181,7 +180,7 @@ class DomainOptimizer:
 
         Returns the gradient bucket shards, which now contain momentum.
         """
-        shards, masters = self.buffers.gradient_shards(), self.buffers.masters
+        shards, masters = self.model.gradient_shards(), self.model.masters
         wide = torch.promote_types(shards[0].dtype, torch.float32)
         for rule, regions in group.matrix_regions.items():
             gradients = [region.of(shards) for region in regions]
@@ -215,7 +214,7 @@ class DomainOptimizer:
         `momenta` is the result of `step_regions`.
         """
         exchange, wire = group.exchange, self.options.exchange_dtype
-        master, masters = self.buffers.master, self.buffers.masters
+        master, masters = self.model.master, self.model.masters
         stacks = [stack.transfers for stack in group.stacks]
         momentum = StackMemory(stacks, momenta[0].dtype, momenta[0].device)
         exchange.gather(momenta, momentum.pieces, momenta[0], wire)
@@ -258,7 +257,7 @@ class DomainOptimizer:
             MaterializedUnits(pc, self.assign, self.model, self.options),
             PenalisedUnits(penalised, self.assign, self.model, self.weights),
         )
-        weights = gathered_weights(stacks, group.exchange, self.buffers)
+        weights = gathered_weights(stacks, group.exchange, self.model)
         for stack in stacks:
             rule = stack.rule
             moved = (t.unit.name for t in stack.transfers if not t.is_local)
@@ -269,10 +268,10 @@ class DomainOptimizer:
 
     def _new_regions(self, bucket: int) -> Iterator[Region]:
         """Yield the regions of this rank's shard of a bucket."""
-        rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
+        rank, shard = self.domain.replicas.rank, self.model.masters[bucket]
         tensor_rank = self.domain.tensor.rank
         first = rank * shard.numel()
-        bucket_layout = self.buffers.bucket_layout
+        bucket_layout = self.model.bucket_layout
         spans = [
             (span.start - first, span.length, self.assign(unit), unit.counts_on(tensor_rank))
             for unit in self.model.units

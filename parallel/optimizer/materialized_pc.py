@@ -188,12 +188,12 @@ class MaterializedUnits:
         sent in the parameter dtype, so that it is the same on all ranks.
         """
         self.exists = bool(transfers)  # the same on all ranks of the stage
-        self.buffers = model.buffers
+        self.model = model
         self.dtype = options.exchange_dtype
         self.exchange = stage_exchange(transfers, model.domain, model.comm_volume)
         self.owned = [t for t in transfers if t.owner == model.domain.stage.rank]
         stacks = owned_stacks(self.owned, assign)
-        weights = gathered_weights(stacks, self.exchange, self.buffers)
+        weights = gathered_weights(stacks, self.exchange, model)
         self.stacks = [
             MaterializedStack(stack, weights.assembled(stack.transfers), options.momentum_dtype)
             for stack in stacks
@@ -205,7 +205,7 @@ class MaterializedUnits:
         owners and computes the gradients of W and gamma."""
         if self._gradients is not None:
             return self._gradients
-        shards = self.buffers.gradient_shards()
+        shards = self.model.gradient_shards()
         # If a unit is one contiguous part of this rank's shard, its gradient is used without a
         # copy.
         gradients = {
@@ -245,7 +245,7 @@ class MaterializedUnits:
 
         Nonfinite elements are not written, and their units are reported as refused.
         """
-        masters, some = self.buffers.masters, self.buffers.parameters[0]
+        masters, some = self.model.masters, self.model.parameters[0]
         moved: dict[str, Tensor] = {}
         for stack in self.stacks:
             finite = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from models.units import ALL, Unit
 from parallel.optimizer.routing import Assignment
 from parallel.optimizer.unit_transfer import UnitTransfer
-from parallel.storage.domain_model import Buffers
+from parallel.storage.domain_model import DomainModel
 from spectral.batching import grouped
 from spectral.rules.base import Report, Rule, Stack, State, Step
 from spectral.sharded.exchange import Exchange
@@ -179,13 +179,13 @@ def owned_stacks(
 
 
 def gathered_weights(
-    stacks: Sequence[OwnedStack], exchange: Exchange, buffers: Buffers
+    stacks: Sequence[OwnedStack], exchange: Exchange, model: DomainModel
 ) -> StackMemory:
     """Gather the weights of stacks from the master shards. All ranks of the stage must call this
     function."""
-    master = buffers.master
+    master = model.master
     weights = StackMemory([stack.transfers for stack in stacks], master.dtype, master.device)
-    exchange.gather(buffers.masters, weights.pieces, master)
+    exchange.gather(model.masters, weights.pieces, master)
     return weights
 
 

@@ -55,7 +55,7 @@ class PenalisedUnits:
     ) -> None:
         domain, comm_volume = model.domain, model.comm_volume
         self.exists = bool(transfers)  # the same on all ranks of the stage
-        self.buffers = model.buffers
+        self.model = model
         self.weights = weights
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
         # Every data-parallel rank holds all parameters of its tensor-parallel rank, so an owner
@@ -88,7 +88,7 @@ class PenalisedUnits:
         sums `[SUMS]` for `PenaltyFigures`: the penalty, the shares, the number of units, and the
         squared norms of the penalty gradient and of the loss gradient. Otherwise returns None.
         """
-        shards, some = self.buffers.gradient_shards(), self.buffers.parameters[0]
+        shards, some = self.model.gradient_shards(), self.model.parameters[0]
         sums = torch.zeros(SUMS, dtype=torch.float64, device=some.device) if measured else None
         if not self.exists:
             return sums

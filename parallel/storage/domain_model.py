@@ -12,8 +12,7 @@ Apex extension.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import torch
@@ -25,54 +24,101 @@ from parallel.comm.groups import Axis, Domain
 from parallel.storage.bucket_layout import BucketLayout
 from spectral.batching import copy_all_
 
+TIED_SUM: Final = "sum of a tied embedding"
+"""Name of the collective between the first and last pipeline stages."""
 
-class Buffers:
-    """Parameter and gradient buckets on one rank.
+Observer = Callable[[str, Tensor], None]
+"""Function called with a parameter's name and its gradient for one micro-batch."""
 
-    parameters   one tensor `[numel]` per bucket, in the model's dtype; model parameters are views
-    gradients    one tensor `[numel]` per bucket; each parameter's `main_grad` is a view
-    masters      this rank's shard `[numel / replicas]` of each bucket's master weights: a float32
-                 copy of 16-bit parameters, or the parameter shard itself if parameters are wider or
-                 if the bucket's weights are stored by owners
-    master       empty tensor with the device and dtype of the masters
+
+class DomainModel:
+    """The dense parameters or the experts on one rank.
+
+    Megatron's schedules run all micro-batches except the last inside `no_sync`, and call
+    `finish_gradients` at the end. With `overlap`, a bucket's reduce-scatter starts during the last
+    backward pass, as soon as all of its gradients are complete. Otherwise all reduce-scatters start
+    in `finish_gradients`.
+
+    stage_units   each tensor-parallel rank's list of units in the stage, in forward order
+    parameters    one tensor `[numel]` per bucket, in the model's dtype; model parameters are views
+    gradients     one tensor `[numel]` per bucket; each parameter's `main_grad` is a view
+    masters       this rank's shard `[numel / replicas]` of each bucket's master weights: a float32
+                  copy of 16-bit parameters, or the parameter shard itself if parameters are wider
+                  or if the bucket's weights are stored by owners
+    master        empty tensor with the device and dtype of the masters
+    gathers       all-gathers of new weights by bucket, possibly still in flight
+    observe       called with every parameter's gradient for each micro-batch; None: no observer
+    comm_volume   counts bytes sent
     """
 
     def __init__(
         self,
-        bucket_layout: BucketLayout,
+        domain: Domain,
+        stage_units: list[list[Unit]],
         parameters: Mapping[str, torch.nn.Parameter],
-        replicas: Axis,
+        bucket_layout: BucketLayout,
+        comm_volume: CommVolume,
         *,
         gradient_dtype: torch.dtype | None = None,
+        overlap: bool = True,
+        sequence_parallel: bool = False,
     ) -> None:
-        """Move the parameter values into the buckets.
+        """Move the values of `parameters`, by name, into the buckets, and accumulate gradients.
 
         Gradients are accumulated in `gradient_dtype`, which defaults to float32 for 16-bit
         parameters and to the parameter dtype for wider ones.
         """
+        self.domain = domain
+        self.stage_units = stage_units
         self.bucket_layout = bucket_layout
-        self.replicas = replicas
-        some = next(iter(parameters.values()))
-        self.parameters = [
-            torch.zeros(b.numel, dtype=some.dtype, device=some.device)
-            for b in bucket_layout.buckets
-        ]
+        self.comm_volume = comm_volume
+        self.overlap = overlap
+        self.sequence_parallel = sequence_parallel
+        self.observe: Observer | None = None
+        self.gathers: dict[int, Pending | None] = {}
+        buckets = bucket_layout.buckets
+        some = parameters[buckets[0].slots[0].parameter]
         wide = torch.promote_types(some.dtype, torch.float32)
-        dtype = gradient_dtype or wide
-        self.gradients = [torch.zeros_like(flat, dtype=dtype) for flat in self.parameters]
-        for bucket, values, gradients in zip(
-            bucket_layout.buckets, self.parameters, self.gradients, strict=True
-        ):
-            for slot in bucket.slots:
-                parameter = parameters[slot.parameter]
-                view = values.narrow(0, slot.offset, slot.numel).view(parameter.shape)
-                view.copy_(parameter.detach())
-                parameter.data = view
-                gradient = gradients.narrow(0, slot.offset, slot.numel).view(view.shape)
-                parameter.main_grad = gradient  # type: ignore[attr-defined]
         self.master = some.new_empty(0, dtype=wide)
+        self.parameters = [some.new_zeros(b.numel) for b in buckets]
+        self.gradients = [
+            torch.zeros_like(flat, dtype=gradient_dtype or wide) for flat in self.parameters
+        ]
+        self._names = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
+        self._pending = [set(names) for names in self._names]
+        self._reductions: dict[int, Pending | None] = {}
+        self._syncing = True
+        for name, (bucket, slot) in bucket_layout.slots.items():
+            parameter, place = parameters[name], slice(slot.offset, slot.offset + slot.numel)
+            view = self.parameters[bucket.index][place].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            gradient = self.gradients[bucket.index][place].view(view.shape)
+            parameter.main_grad = gradient  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(
+                partial(self._accumulate, name, bucket.index)
+            )
         self.masters: list[Tensor] = []
         self.reload_masters()
+
+    @property
+    def units(self) -> list[Unit]:
+        """Units that this rank stores in whole or in part, in forward order."""
+        return self.stage_units[self.domain.tensor.rank]
+
+    @property
+    def partial_sums(self) -> list[tuple[Axis, str, list[Unit]]]:
+        """One (axis, collective name, units) tuple for each sum of gradients over an axis other
+        than the replicas.
+
+        These are the units whose gradient is a sum over tensor-parallel ranks, such as gains under
+        sequence parallelism, and a tied embedding with a copy on another pipeline stage.
+        """
+        by_tensor = [u for u in self.units if u.summed_over_tensor(self.sequence_parallel)]
+        sums = [(self.domain.tensor, "tensor-parallel sum of gradients", by_tensor)]
+        if self.domain.ends is not None:
+            sums.append((self.domain.ends, TIED_SUM, [u for u in self.units if u.tied_stage]))
+        return [(axis, kind, units) for axis, kind, units in sums if axis.size > 1 and units]
 
     def reload_masters(self) -> None:
         """Set the master weights to the current parameter values, e.g. after initialisation."""
@@ -83,60 +129,12 @@ class Buffers:
 
     def shard(self, flat: Tensor) -> Tensor:
         """Return a view of this rank's shard of the bucket `flat`."""
-        size = flat.numel() // self.replicas.size
-        return flat.narrow(0, self.replicas.rank * size, size)
+        size = flat.numel() // self.domain.replicas.size
+        return flat.narrow(0, self.domain.replicas.rank * size, size)
 
     def gradient_shards(self) -> list[Tensor]:
         """Return views of this rank's shards of the gradient buckets."""
         return [self.shard(flat) for flat in self.gradients]
-
-
-TIED_SUM: Final = "sum of a tied embedding"
-"""Name of the collective between the first and last pipeline stages."""
-
-Observer = Callable[[str, Tensor], None]
-"""Function called with a parameter's name and its gradient for one micro-batch."""
-
-
-class GradientReducer:
-    """Accumulates gradients in their buckets and reduces them across replicas.
-
-    Megatron's schedules run all micro-batches except the last inside `no_sync`, and call `finish`
-    at the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, as
-    soon as all of its gradients are complete. Otherwise all reduce-scatters start in `finish`.
-
-    observe       called with every parameter's gradient for each micro-batch; None: no observer
-    tensor_sums   units whose gradient is a sum over tensor-parallel ranks, such as gains under
-                  sequence parallelism
-    tied          tied embedding with a copy on another pipeline stage; the gradients of both copies
-                  are summed over `domain.ends`
-    """
-
-    def __init__(
-        self,
-        buffers: Buffers,
-        parameters: Mapping[str, torch.nn.Parameter],
-        domain: Domain,
-        comm_volume: CommVolume,
-        *,
-        tensor_sums: Sequence[Unit] = (),
-        tied: Sequence[Unit] = (),
-        overlap: bool = True,
-    ) -> None:
-        self.buffers = buffers
-        self.domain = domain
-        self.tensor_sums = tensor_sums
-        self.tied = tied
-        self.overlap = overlap
-        self.comm_volume = comm_volume
-        self._names = [{slot.parameter for slot in b.slots} for b in buffers.bucket_layout.buckets]
-        self._pending = [set(names) for names in self._names]
-        self._handles: dict[int, Pending | None] = {}
-        self._syncing = True
-        self.observe: Observer | None = None
-        bucket_of = {name: i for i, names in enumerate(self._names) for name in names}
-        for name, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(self._hook(name, bucket_of[name]))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -147,59 +145,82 @@ class GradientReducer:
         finally:
             self._syncing = True
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Wait until this rank's shard of every bucket holds the mean gradient."""
         for bucket in range(len(self._names)):
-            if bucket not in self._handles:
+            if bucket not in self._reductions:
                 self._reduce(bucket)
-        for handle in self._handles.values():
-            if handle is not None:
-                handle.wait()
-        self._handles.clear()
+        for reduction in self._reductions.values():
+            if reduction is not None:
+                reduction.wait()
+        self._reductions.clear()
         self._pending = [set(names) for names in self._names]
-        for flat in self.buffers.gradients:
-            if self.domain.divisor > 1:
-                self.buffers.shard(flat).div_(self.domain.divisor)
+        if self.domain.divisor > 1:
+            for shard in self.gradient_shards():
+                shard.div_(self.domain.divisor)
         for axis, kind, parts in self._partial:
             packed = torch.cat(parts)
             all_reduce_(packed, axis, self.comm_volume, kind)
             torch._foreach_copy_(parts, list(packed.split([part.numel() for part in parts])))
 
-    def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
-        def accumulate(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is not None:  # None: already accumulated by the wgrad GEMM
-                if self.observe is not None:
-                    self.observe(name, gradient)
-                parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
-                parameter.grad = None
-            if self._syncing and self.overlap:
-                self._pending[bucket].discard(name)
-                if not self._pending[bucket] and bucket not in self._handles:
-                    self._reduce(bucket)
-
-        return accumulate
+    def _accumulate(self, name: str, bucket: int, parameter: Tensor) -> None:
+        """Add a parameter's gradient to its bucket, which is reduced once it is complete."""
+        gradient = parameter.grad
+        if gradient is not None:  # None: already accumulated by the wgrad GEMM
+            if self.observe is not None:
+                self.observe(name, gradient)
+            parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
+            parameter.grad = None
+        if self._syncing and self.overlap:
+            self._pending[bucket].discard(name)
+            if not self._pending[bucket] and bucket not in self._reductions:
+                self._reduce(bucket)
 
     def _reduce(self, bucket: int) -> None:
-        self._handles[bucket] = reduce_scatter_(
-            self.buffers.gradients[bucket], self.buffers.replicas, self.comm_volume
+        self._reductions[bucket] = reduce_scatter_(
+            self.gradients[bucket], self.domain.replicas, self.comm_volume
         )
 
     @cached_property
     def _partial(self) -> list[tuple[Axis, str, list[Tensor]]]:
-        """One (axis, collective name, gradient views) tuple for each sum of partial gradients."""
-        layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
-        partial = []
-        for axis, kind, units in (
-            (self.domain.tensor, "tensor-parallel sum of gradients", self.tensor_sums),
-            (self.domain.ends, TIED_SUM, self.tied),
-        ):
+        """The gradient views of this rank's shards to sum, for each sum in `partial_sums`."""
+        layout, rank, flats = self.bucket_layout, self.domain.replicas.rank, self.gradients
+        sums = []
+        for axis, kind, units in self.partial_sums:
             spans = [span for unit in units for span in layout.shard_spans(unit, rank)]
-            if axis is not None and axis.size > 1 and spans:
-                flats = self.buffers.gradients
-                parts = [flats[s.bucket].narrow(0, s.start, s.length) for s in spans]
-                partial.append((axis, kind, parts))
-        return partial
+            if spans:
+                views = [flats[s.bucket].narrow(0, s.start, s.length) for s in spans]
+                sums.append((axis, kind, views))
+        return sums
+
+    @torch.no_grad()
+    def start_gathers(self, buckets: Sequence[int], comm_volume: CommVolume) -> None:
+        """Round the master weights of `buckets` into the parameters, and start the all-gathers."""
+        flats = [self.parameters[bucket] for bucket in buckets]
+        masters = [self.masters[bucket] for bucket in buckets]
+        copy_all_(
+            (self.shard(flat), master)
+            for flat, master in zip(flats, masters, strict=True)
+            if master.dtype != flat.dtype
+        )
+        for bucket, flat in zip(buckets, flats, strict=True):
+            self.gathers[bucket] = all_gather_(flat, self.domain.replicas, comm_volume)
+
+    def all_gather_weights(self) -> None:
+        """Round the master weights into the parameters, all-gather the parameters, and wait.
+
+        The bytes sent are not counted, because this all-gather is not part of a step.
+        """
+        buckets = range(len(self.parameters))
+        self.start_gathers(buckets, CommVolume())
+        self.wait(buckets)
+
+    def wait(self, buckets: Sequence[int]) -> None:
+        """Wait for any all-gathers of `buckets` that are still in flight."""
+        for bucket in buckets:
+            handle = self.gathers.pop(bucket, None)
+            if handle is not None:
+                handle.wait()
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -222,54 +243,3 @@ class WeightProducts:
         add_product_(total, gradient.t(), inputs)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-@dataclass
-class DomainModel:
-    """The dense parameters or the experts on one rank.
-
-    stage_units   each tensor-parallel rank's list of units in the stage, in forward order
-    comm_volume   counts bytes sent
-    gathers       all-gathers of new weights by bucket, possibly still in flight
-    """
-
-    domain: Domain
-    stage_units: list[list[Unit]]
-    buffers: Buffers
-    reducer: GradientReducer
-    comm_volume: CommVolume
-    gathers: dict[int, Pending | None] = field(default_factory=dict)
-
-    @property
-    def units(self) -> list[Unit]:
-        """Units that this rank stores in whole or in part, in forward order."""
-        return self.stage_units[self.domain.tensor.rank]
-
-    @torch.no_grad()
-    def start_gathers(self, buckets: Sequence[int], comm_volume: CommVolume) -> None:
-        """Round the master weights of `buckets` into the parameters, and start the all-gathers."""
-        flats = [self.buffers.parameters[bucket] for bucket in buckets]
-        masters = [self.buffers.masters[bucket] for bucket in buckets]
-        copy_all_(
-            (self.buffers.shard(flat), master)
-            for flat, master in zip(flats, masters, strict=True)
-            if master.dtype != flat.dtype
-        )
-        for bucket, flat in zip(buckets, flats, strict=True):
-            self.gathers[bucket] = all_gather_(flat, self.domain.replicas, comm_volume)
-
-    def all_gather_weights(self) -> None:
-        """Round the master weights into the parameters, all-gather the parameters, and wait.
-
-        The bytes sent are not counted, because this all-gather is not part of a step.
-        """
-        buckets = range(len(self.buffers.parameters))
-        self.start_gathers(buckets, CommVolume())
-        self.wait(buckets)
-
-    def wait(self, buckets: Sequence[int]) -> None:
-        """Wait for any all-gathers of `buckets` that are still in flight."""
-        for bucket in buckets:
-            handle = self.gathers.pop(bucket, None)
-            if handle is not None:
-                handle.wait()

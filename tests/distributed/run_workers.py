@@ -239,15 +239,14 @@ def flipped(
 def memory(trainer: Trainer, what: str) -> tuple[str | None, Tensor | None]:
     """Return the name and the flat memory of the last weight of kind `what`, or None and None."""
     part, domain = trainer.model.domains[0], trainer.optimizer.domains[0]
-    buffers = part.buffers
-    bucket = buffers.bucket_layout.buckets[-1]
+    bucket = part.bucket_layout.buckets[-1]
     slot = bucket.slots[-1]
     if what == "parameter":
-        return slot.parameter, buffers.parameters[-1].narrow(0, slot.offset, slot.numel)
+        return slot.parameter, part.parameters[-1].narrow(0, slot.offset, slot.numel)
     if what == "master":
-        size = buffers.masters[-1].numel()
-        end = min(slot.offset + slot.numel - buffers.replicas.rank * size, size)
-        return slot.parameter, buffers.masters[-1][:end]
+        size = part.masters[-1].numel()
+        end = min(slot.offset + slot.numel - part.domain.replicas.rank * size, size)
+        return slot.parameter, part.masters[-1][:end]
     for group in domain.step_groups:
         if what == "kept" and group.kept:
             name, weight = list(group.kept.items())[-1]

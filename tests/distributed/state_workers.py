@@ -92,16 +92,16 @@ def elementwise_state(domain: DomainOptimizer) -> Tensors:
     """Return the weight, elementwise state and counters of each unit of a domain on this rank."""
     found: Tensors = {}
     names = sorted({name for region in domain.regions for name in region.state})
-    shards = {"weight": [master.detach() for master in domain.buffers.masters]}
+    shards = {"weight": [master.detach() for master in domain.model.masters]}
     for name in sorted(set().union(*from_all(names))):
-        shards[name] = [torch.full_like(master, torch.nan) for master in domain.buffers.masters]
+        shards[name] = [torch.full_like(master, torch.nan) for master in domain.model.masters]
         for region in domain.regions:
             if name in region.state:
                 region.of(shards[name]).copy_(region.state[name].expand(1, region.length))
     for name, parts in shards.items():
         buckets = [gathered(part, domain.domain.replicas) for part in parts]
         for unit in domain.model.units:
-            bucket, slot = domain.buffers.bucket_layout.slots[unit.parameter]
+            bucket, slot = domain.model.bucket_layout.slots[unit.parameter]
             flat = buckets[bucket.index].narrow(0, slot.offset, slot.numel)
             whole = joined(unit, unit.view(flat), domain.domain.tensor)
             if not whole.isnan().all():
@@ -201,7 +201,7 @@ def rounded(run: Trained) -> bool:
     return all(
         torch.equal(flat, gathered(master.detach(), domain.domain.replicas).to(flat.dtype))
         for domain in run.optimizer.domains
-        for flat, master in zip(domain.buffers.parameters, domain.buffers.masters, strict=True)
+        for flat, master in zip(domain.model.parameters, domain.model.masters, strict=True)
     )
 
 

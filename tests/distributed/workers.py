@@ -210,13 +210,13 @@ def whole_gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
     unit."""
     gradients = {}
     for part in model.domains:
-        flats = [flat.clone() for flat in part.buffers.gradients]
+        flats = [flat.clone() for flat in part.gradients]
         for flat in flats:
             handle = all_gather_(flat, part.domain.replicas, CommVolume())
             if handle is not None:
                 handle.wait()
         for unit in part.units:
-            bucket, slot = part.buffers.bucket_layout.slots[unit.parameter]
+            bucket, slot = part.bucket_layout.slots[unit.parameter]
             local = unit.view(flats[bucket.index].narrow(0, slot.offset, slot.numel))
             gradients[unit.name] = joined(unit, local, part.domain.tensor)
     return gradients

@@ -79,7 +79,7 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
         runs[apart] = memory(model, optimizer), optimizer.memory_bytes()
     torch.testing.assert_close(runs[True][0], runs[False][0], rtol=0, atol=0)
     plain, without = built(world, None, dtype=torch.bfloat16)
-    spare = sum(d.buffers.bucket_layout.padding for m in (model, plain) for d in m.domains) * 12
+    spare = sum(d.bucket_layout.padding for m in (model, plain) for d in m.domains) * 12
     kept = sum(t.nbytes for b in batches(optimizer) for t in (b.u, b.v, b.gamma))
     kept += sum(b.gamma.nbytes for b in batches(optimizer))  # its gradient
     kept += sum(t.nbytes for b in batches(optimizer) for t in b.gamma_state.values())
@@ -118,7 +118,7 @@ def test_a_step_that_is_not_taken_changes_nothing(world):
         model, optimizer = built(world, PCConfig(level=4, evaluator=evaluator))
         loss_of(model, train=True)
         before = [t.clone() for t in memory(model, optimizer)]
-        for flat in (f for part in model.domains for f in part.buffers.gradients):
+        for flat in (f for part in model.domains for f in part.gradients):
             flat.fill_(torch.nan)
         optimizer.clip(1.0)
         optimizer.step(1.0, torch.tensor(False))

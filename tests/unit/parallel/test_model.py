@@ -46,7 +46,7 @@ def test_modules_wait_for_the_weights_that_they_use(name, world, monkeypatch) ->
     batch = {"tokens": tokens, "labels": labels}
     expected = figures_of(built, batch, train=False)
     for part in built.domains:
-        for i, flat in enumerate(part.buffers.parameters):
+        for i, flat in enumerate(part.parameters):
             part.gathers[i] = Arriving(flat)  # type: ignore[assignment]
     found = figures_of(built, batch, train=False)
     assert found[0]["loss"].isfinite() and found == expected

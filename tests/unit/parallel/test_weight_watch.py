@@ -17,7 +17,7 @@ def test_weights_of_a_checkpoint_are_taken_as_they_are(world) -> None:
     model, update = built(world, "muon", "none", recorded=False)
     watch = WeightWatch(update.optimizer)
     watch.note()
-    model.domains[0].buffers.parameters[0].add_(1)
+    model.domains[0].parameters[0].add_(1)
     watch.compare()
     watch.forget()
     watch.check()
@@ -28,7 +28,7 @@ def test_a_change_before_an_earlier_step_is_still_found(world) -> None:
     model, update = built(world, "muon", "none", recorded=False)
     watch = WeightWatch(update.optimizer)
     watch.note()
-    model.domains[0].buffers.parameters[0][0] += 1
+    model.domains[0].parameters[0][0] += 1
     for _ in range(2):
         watch.compare()
         watch.note()
@@ -46,7 +46,7 @@ def test_a_hash_does_not_depend_on_the_number_of_elements_that_are_hashed_at_a_t
 def test_only_weights_in_the_chunk_of_a_flipped_bit_are_named(world, monkeypatch) -> None:
     monkeypatch.setattr(weight_watch, "CHUNK", 16)
     model, update = built(world, "muon", "none", recorded=False)
-    flat = model.domains[0].buffers.parameters[0]
+    flat = model.domains[0].parameters[0]
     bits = flat.view(INTEGERS[flat.element_size()])
 
     def place(weight: Tensor) -> range:

@@ -41,7 +41,7 @@ def places(trainer: Trainer) -> dict[str, Tensor]:
             kind = "matrix" if region.assigned.rule.whole_matrix else "elementwise"
             if kind == "matrix":  # only the loss guards an elementwise rule's state
                 found |= {f"{kind} {name}": value for name, value in region.state.items()}
-            found[f"{kind} weight"] = region.of(domain.buffers.masters)
+            found[f"{kind} weight"] = region.of(domain.model.masters)
         for stack in domain.stacks:
             if stack.rule.whole_matrix:
                 found |= {f"unit {name}": value for name, value in stack.state.items()}
@@ -57,8 +57,8 @@ def places(trainer: Trainer) -> dict[str, Tensor]:
 def weights(trainer: Trainer):
     """Yield all tensors that the optimizer updates, and the model's weights."""
     for domain in trainer.optimizer.domains:
-        yield from domain.buffers.masters
-        yield from domain.buffers.parameters
+        yield from domain.model.masters
+        yield from domain.model.parameters
         for units in domain.materialized:
             for each in units.stacks:
                 yield from (each.weight, each.gamma)

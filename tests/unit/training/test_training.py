@@ -190,7 +190,7 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
             r for d in trainer.optimizer.domains for r in d.regions if r.assigned.rule.whole_matrix
         ]
         assert {region.state["momentum"].dtype for region in matrices} == {expected}
-        assert {g.dtype for d in trainer.model.domains for g in d.buffers.gradients} == {expected}
+        assert {g.dtype for d in trainer.model.domains for g in d.gradients} == {expected}
     # 8 bits of mantissa change a loss of about 4 in the third digit at most.
     assert curves["bf16"] == pytest.approx(curves["fp32"], rel=1e-2)
     assert curves["bf16"] != curves["fp32"]

@@ -37,7 +37,7 @@ def lasting(model, optimizer) -> list[torch.Tensor]:
     groups = [group for domain in optimizer.domains for group in domain.step_groups]
     tensors = [
         *model.parameters.values(),
-        *(m for d in optimizer.domains for m in d.buffers.masters),
+        *(m for d in optimizer.domains for m in d.model.masters),
     ]
     tensors += [
         value for d in optimizer.domains for region in d.regions for value in region.state.values()
@@ -60,7 +60,7 @@ def test_a_gradient_that_is_not_finite_or_a_step_not_allowed_changes_no_bit(worl
             before = lasting(model, update.optimizer)
             fill(model, 0)
             if poison is not None:
-                model.domains[0].buffers.gradients[0].view(-1)[3] = poison
+                model.domains[0].gradients[0].view(-1)[3] = poison
             norm = update(1.0, torch.tensor(allowed))
             assert norm.total.isfinite() == (poison is None)
             assert norm.active == (allowed and poison is None)
@@ -111,12 +111,12 @@ def test_a_range_that_an_elementwise_rule_refuses_is_named_by_its_first_element(
     fill(model, 0)
     (unit,) = (unit for unit in model.units if unit.name == name)
     gradient_of(model, unit)[..., -1] = torch.nan
-    buffers = model.domains[0].buffers
-    before = [flat.clone() for flat in buffers.parameters]
+    part = model.domains[0]
+    before = [flat.clone() for flat in part.parameters]
     optimizer.step(1.0, torch.tensor(True))
     kept = []
-    for bucket, old in zip(buffers.bucket_layout.buckets, before, strict=True):
-        same = (buffers.parameters[bucket.index] == old)[: bucket.used].nonzero()[:, 0].tolist()
+    for bucket, old in zip(part.bucket_layout.buckets, before, strict=True):
+        same = (part.parameters[bucket.index] == old)[: bucket.used].nonzero()[:, 0].tolist()
         if same:
             assert same == [*range(same[0], same[-1] + 1)] and same[0] + unit.numel <= same[-1] + 1
             kept.append(f"wary elements dense.{bucket.index}.{same[0]}")
@@ -218,7 +218,7 @@ def test_gradients_of_16_bits_become_momentum_in_float32(world):
     assert optimizer.clip(None).total.item() == pytest.approx(exact.item(), rel=1e-5)
     for group in domain.step_groups:
         regions = [r for members in group.matrix_regions.values() for r in members]
-        gradients = [r.of(domain.buffers.gradient_shards()).float() for r in regions]
+        gradients = [r.of(domain.model.gradient_shards()).float() for r in regions]
         momenta = domain.step_regions(group, lambda peak: peak, torch.tensor(True))
         for region, gradient in zip(regions, gradients, strict=True):
             state = {"momentum": torch.zeros_like(gradient)}
