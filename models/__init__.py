@@ -2,5 +2,5 @@
 
 This package does not depend on optimizers, checkpoints or process groups. Start with families.py,
 the table of families. units.py and decoder_units.py declare a model's matrices without importing
-megatron-core; dense.py, gemma2.py and moe.py build the models.
+megatron-core; dense.py and moe.py build the models.
 """

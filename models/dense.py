@@ -7,7 +7,7 @@ builder module defines these three functions.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,11 +27,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.attention import FlashCoreAttention, SDPACoreAttention
 from models.blocks.decoder_model import DecoderModel, ScaledEmbedding
-from models.blocks.in_graph_pc import GAMMA
 from models.blocks.latent_attention import LatentAttention
-from models.blocks.norm import RMSNorm
+from models.blocks.norm import NormedRowParallelLinear, RMSNorm
 from models.blocks.rotary import RotaryEmbedding
 from models.blocks.self_attention import BiasedRowParallelLinear, RotatedSelfAttention
+from models.blocks.softcapped_attention import SoftcappedCoreAttention
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.layout import ChunkSpec, Layout
@@ -59,7 +59,6 @@ MEGATRON_LAYER_NAMES = {
     "self_attention.linear_proj.bias": "attention.o_bias",
     "pre_mlp_layernorm.weight": "mlp_norm",
     "mlp.linear_fc1.layer_norm_weight": "mlp_norm",  # Transformer Engine
-    "mlp.linear_fc1.weight": "mlp.gate_up",
     "self_attention.linear_proj.post_norm.weight": "post_attention_norm",
     "mlp.linear_fc2.weight": "mlp.down",
     "mlp.linear_fc2.post_norm.weight": "post_mlp_norm",
@@ -141,25 +140,15 @@ def transformer_config(
     )
 
 
-def layer_spec(
-    model: ModelConfig,
-    *,
-    core_attention: Any = None,
-    row_linear: type[RowParallelLinear] = RowParallelLinear,
-) -> ModuleSpec:
-    """Return the spec of a layer that uses Megatron's linear layers and the RMSNorm and core
-    attention from models/blocks.
-
-    `core_attention` defaults to the module for `model.attention_kernel`. `row_linear` is the class
-    used for the output projections of attention and the feed-forward block.
-    """
+def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
+    """Return the spec of layer `layer`, which uses Megatron's linear layers and the RMSNorm and
+    core attention from models/blocks."""
+    row_linear: type[RowParallelLinear] = RowParallelLinear
+    if FAMILIES[model.family].post_norms:
+        row_linear = NormedRowParallelLinear
     if model.latent is not None:
         attention = ModuleSpec(module=LatentAttention, params={"latent": model.latent})
     else:
-        kernel = model.attention_kernel
-        plain = (
-            SDPACoreAttention if kernel == "auto" else partial(FlashCoreAttention, kernel=kernel)
-        )
         head_norm = RMSNorm if model.qk_norm else IdentityOp
         biased = model.attention_bias == "all"
         attention = ModuleSpec(
@@ -167,7 +156,7 @@ def layer_spec(
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=ColumnParallelLinear,
-                core_attention=core_attention or plain,
+                core_attention=core_attention(model, layer),
                 linear_proj=BiasedRowParallelLinear if biased else row_linear,
                 q_layernorm=head_norm,
                 k_layernorm=head_norm,
@@ -187,6 +176,16 @@ def layer_spec(
     )
 
 
+def core_attention(model: ModelConfig, layer: int) -> Any:
+    """Return the constructor of layer `layer`'s core attention."""
+    if model.explicit_scores:
+        softcap, window = model.attention_softcap, model.window(layer)
+        return partial(SoftcappedCoreAttention, softcap=softcap, window=window)
+    if model.attention_kernel != "auto":
+        return partial(FlashCoreAttention, kernel=model.attention_kernel)
+    return SDPACoreAttention
+
+
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
@@ -198,7 +197,7 @@ def build(
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
     else:
-        layers = [layer_spec(model)] * len(chunk.layers)
+        layers = [layer_spec(model, layer) for layer in chunk.layers]
         spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
     return assemble(model, config, spec, chunk, **options)
 
@@ -256,37 +255,21 @@ def assemble(
     return built
 
 
-def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
+def parameter_names(
+    chunk: GPTModel, layers: Sequence[int], in_layer: Mapping[str, str] = MEGATRON_LAYER_NAMES
+) -> dict[str, str]:
     """Return a dict that maps Megatron's parameter names in a chunk to the declared names.
 
-    Raises ValueError for a parameter that does not exist in the dense families.
+    `layers` are the global indices of the chunk's layers, and `in_layer` maps names within a layer.
+    Raises ValueError for a parameter that has no declared name.
     """
-    of_layer = dict(MEGATRON_LAYER_NAMES)
-    if not chunk.config.gated_linear_unit:
-        of_layer["mlp.linear_fc1.weight"] = "mlp.up"
-    return {
-        name: declared_name(name, layers, lambda _, inner: of_layer.get(inner))
-        for name, _ in chunk.named_parameters()
-    }
-
-
-def declared_name(
-    name: str, layers: Sequence[int], in_layer: Callable[[int, str], str | None]
-) -> str:
-    """Return the declared name of parameter `name` in a chunk with global layer indices `layers`.
-
-    `in_layer(layer index in the chunk, name within the layer)` returns the declared name within the
-    layer, or None. Raises ValueError if the parameter has no declared name.
-    """
-    # Strip the parametrization of PC layers. A gamma is named `weight.gamma`.
-    name = name.replace("parametrizations.weight.original", "weight")
-    name = name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
-    if name.endswith(GAMMA):
-        return declared_name(name.removesuffix(GAMMA), layers, in_layer) + GAMMA
-    if name in MEGATRON_NAMES:
-        return MEGATRON_NAMES[name]
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-    declared = in_layer(int(match[1]), match[2]) if match else None
-    if match is None or declared is None:
-        raise ValueError(f"the model family has no parameter {name}")
-    return f"layers.{layers[int(match[1])]}.{declared}"
+    up = "mlp.gate_up" if chunk.config.gated_linear_unit else "mlp.up"
+    in_layer = {**in_layer, "mlp.linear_fc1.weight": up}
+    names = dict(MEGATRON_NAMES)
+    for name, _ in chunk.named_parameters():
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        if match and match[2] in in_layer:
+            names[name] = f"layers.{layers[int(match[1])]}.{in_layer[match[2]]}"
+        elif name not in names:
+            raise ValueError(f"the model family has no parameter {name}")
+    return names

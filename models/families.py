@@ -160,7 +160,6 @@ FAMILIES: dict[str, Family] = {
             name="gemma2",
             about="zero-centered gains, a scaled embedding, norms before and after each block, and "
             "optional sliding windows and soft caps on attention scores and logits",
-            builder="models.gemma2",
             activation="geglu",
             zero_centered_gains=True,
             post_norms=True,

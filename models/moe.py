@@ -7,7 +7,6 @@ Every expert has its own parameters, whether GEMMs are sequential or grouped. No
 Attention, embedding and head are the same as in the dense families.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,9 +88,10 @@ def build(
         module=MoELayer,
         submodules=MoESubmodules(router=Router, experts=experts, shared_experts=shared),
     )
-    plain = dense.layer_spec(model)
-    mixed = replace(plain, submodules=replace(plain.submodules, mlp=moe))
-    specs = [plain if model.mixture(layer) is None else mixed for layer in chunk.layers]
+    specs = [dense.layer_spec(model, layer) for layer in chunk.layers]
+    for layer, spec in zip(chunk.layers, specs, strict=True):
+        if model.mixture(layer) is not None:
+            spec.submodules.mlp = moe
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     built = dense.assemble(model, config, block, chunk, **options)
     for module in built.modules():
@@ -106,19 +106,12 @@ def build(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Return a dict that maps Megatron's parameter names in a chunk to the declared names.
-
-    Expert names contain the expert's global index in the layer. Raises ValueError for a parameter
-    that does not exist in the family.
-    """
-
-    def in_layer(layer: int, name: str) -> str | None:
-        expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)
-        if expert is None:
-            return LAYER_NAMES.get(name)
-        index = chunk.decoder.layers[layer].mlp.local_expert_indices[int(expert[1])]
-        return f"experts.{index}.{EXPERT_NAMES[expert[2]]}"
-
-    return {
-        name: dense.declared_name(name, layers, in_layer) for name, _ in chunk.named_parameters()
+    """Return a dict that maps Megatron's parameter names in a chunk to the declared names; see
+    `models.dense.parameter_names`. Expert names contain the expert's global index in the layer."""
+    layer = next((module for module in chunk.modules() if isinstance(module, MoELayer)), None)
+    names = {
+        f"mlp.experts.local_experts.{i}.{linear}.weight": f"experts.{index}.{name}"
+        for i, index in enumerate([] if layer is None else layer.local_expert_indices)
+        for linear, name in EXPERT_NAMES.items()
     }
+    return dense.parameter_names(chunk, layers, {**LAYER_NAMES, **names})

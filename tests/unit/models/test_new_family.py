@@ -30,15 +30,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from models import dense
 from models.blocks.norm import RMSNorm
-from models.blocks.norm import NormedRowParallelLinear
 
 transformer_config = dense.transformer_config
 parameter_names = dense.parameter_names
 
 
 def build(model, config, chunk, **options):
-    spec = dense.layer_spec(model, row_linear=NormedRowParallelLinear)
-    block = TransformerBlockSubmodules(layer_specs=[spec] * len(chunk.layers), layer_norm=RMSNorm)
+    specs = [dense.layer_spec(model, layer) for layer in chunk.layers]
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return dense.assemble(model, config, block, chunk, **options)
 """
 
