@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from models.blocks.activation import ACTIVATIONS
 from models.config import LLAMA3_KEYS, ModelConfig, MoEConfig, scale_of
-from models.section import Check, one_of
+from models.section import Check, one_of, problems, shown
 
 LENGTH: Final = "original_max_position_embeddings"
 NEEDED: Final[dict[str, tuple[str, ...]]] = {
@@ -101,37 +101,27 @@ EVERYWHERE: Final = {"none": False, "all": True}
 PRE_NORMS: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) for each expert setting that DeepSeek's and GLM's classes do not support.
+def mixture_limits(moe: MoEConfig) -> Iterator[Check]:
+    """Check that DeepSeek's and GLM's classes support the expert settings.
 
     Both classes rank expert groups by the sum of the two highest scores in each group.
     """
-    if moe.score != "sigmoid":
-        yield "score must be sigmoid", moe.score
-    if moe.shared_gate:
-        yield "shared_gate must be false", "true"
-    if moe.shared_experts < 1:
-        yield "shared_experts must be at least 1", str(moe.shared_experts)
+    yield "score", moe.score != "sigmoid", "must be sigmoid"
+    yield "shared_gate", moe.shared_gate, "must be false"
+    yield "shared_experts", moe.shared_experts < 1, "must be at least 1"
     groups, used = moe.expert_groups, moe.top_groups
-    if moe.experts // groups < 2:
-        yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
-    if groups > 1 and moe.top_k // used != 2:
-        least, limit = 2 * used, 3 * used
-        rule = f"top_k must be at least {least} and less than {limit} with top_groups = {used}"
-        yield rule, str(moe.top_k)
+    rule = f"must be at least twice expert_groups = {groups}"
+    yield "experts", moe.experts // groups < 2, rule
+    rule = f"must be at least {2 * used} and less than {3 * used} with top_groups = {used}"
+    yield "top_k", groups > 1 and moe.top_k // used != 2, rule
 
 
-def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) for each setting that Qwen3MoeForCausalLM does not support."""
-    if moe.score != "softmax":
-        yield "score must be softmax", moe.score
-    if moe.shared_experts:
-        yield "shared_experts must be 0", str(moe.shared_experts)
-    scale = scale_of(moe)
-    if scale != 1:
-        yield "routed_scale must be 1", f"{scale:g}"
-    if moe.expert_groups != 1:
-        yield "expert_groups must be 1", str(moe.expert_groups)
+def softmax_limits(moe: MoEConfig) -> Iterator[Check]:
+    """Check that Qwen3MoeForCausalLM supports the expert settings."""
+    yield "score", moe.score != "softmax", "must be softmax"
+    yield "shared_experts", moe.shared_experts, "must be 0"
+    yield "routed_scale", scale_of(moe) != 1, "must be 1"
+    yield "expert_groups", moe.expert_groups != 1, "must be 1"
 
 
 def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
@@ -140,15 +130,14 @@ def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
     Other models are rejected before training, because they could not be exported afterwards.
     """
     only = "transformers' DeepseekV3 supports no other value"
-    rule = f"must be {LATENT_EPSILON:g}, got {model.norm_epsilon}: {only}"
+    rule = f"must be {LATENT_EPSILON:g}: {only}"
     yield "norm_epsilon", model.norm_epsilon != LATENT_EPSILON, rule
-    rule = f"must be null or heads = {model.heads}, got {model.kv_heads}: {only}"
+    rule = f"must be null or heads = {model.heads}: {only}"
     yield "kv_heads", model.kv_heads not in (None, model.heads), rule
-    rule = f"must be null with latent, got {model.head_dim}: latent sets the head dimensions"
+    rule = "must be null with latent: latent sets the head dimensions"
     yield "head_dim", model.head_dim is not None, rule
-    for rule, value in () if model.moe is None else mixture_limits(model.moe):
-        key, rule = rule.split(" ", 1)
-        yield f"moe.{key}", True, f"{rule}, got {value}: {only}"
+    for key, wrong, rule in () if model.moe is None else mixture_limits(model.moe):
+        yield f"moe.{key}", wrong, f"{rule}: {only}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +151,7 @@ class Architecture:
     qk_norm     whether query and key heads are normalised; None if either is possible
     head_sizes  whether the head dimension may differ from hidden / heads
     whole_heads whether hidden must be divisible by heads, even if the head dimension is given
-    experts     yields (rule, value) for each unsupported expert setting
+    experts     checks on the expert settings
     attention_bias  maps each supported `model.attention_bias` to config.json's `attention_bias`, or
                 to None if the class has no such entry
     """
@@ -174,29 +163,31 @@ class Architecture:
     qk_norm: bool | None = False
     whole_heads: bool = False
     head_sizes: bool = True
-    experts: Callable[[MoEConfig], Iterator[tuple[str, str]]] | None = None
+    experts: Callable[[MoEConfig], Iterator[Check]] = lambda moe: iter(())
     attention_bias: Mapping[str, bool | None] = field(default_factory=lambda: EVERYWHERE)
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Return a message for each setting of `model` that this class does not support."""
-        limits: list[tuple[str, object]] = []  # e.g. ("head_dim must be null or 64", 32)
-        if _hidden_act(model) is None:
-            names = " or ".join(name for name, kind in ACTIVATIONS.items() if kind.hugging_face)
-            limits.append((f"activation must be {names}", model.activation))
-        if self.qk_norm not in (None, model.qk_norm):
-            rule = f"qk_norm must be {str(self.qk_norm).lower()}"
-            limits.append((rule, str(model.qk_norm).lower()))
-        if self.whole_heads and model.hidden % model.heads:
-            limits.append((f"hidden must be divisible by heads = {model.heads}", model.hidden))
-        if model.attention_bias not in self.attention_bias:
-            options = " or ".join(self.attention_bias)
-            limits.append((f"attention_bias must be {options}", model.attention_bias))
+        checks = (
+            (key, wrong, f"{rule} for {self.name}") for key, wrong, rule in self.checks(model)
+        )
+        return list(problems(model, checks, "model"))
+
+    def checks(self, model: ModelConfig) -> Iterator[Check]:
+        """Check that the class supports the settings of `model`."""
+        names = " or ".join(name for name, kind in ACTIVATIONS.items() if kind.hugging_face)
+        yield "activation", _hidden_act(model) is None, f"must be {names}"
+        other = self.qk_norm not in (None, model.qk_norm)
+        yield "qk_norm", other, f"must be {shown(self.qk_norm)}"
+        uneven = self.whole_heads and model.hidden % model.heads
+        yield "hidden", uneven, f"must be divisible by heads = {model.heads}"
+        foreign = model.attention_bias not in self.attention_bias
+        yield "attention_bias", foreign, f"must be {' or '.join(self.attention_bias)}"
         whole = model.hidden // model.heads
-        if not self.head_sizes and model.head_size != whole:
-            limits.append((f"head_dim must be null or {whole}", model.head_dim))
-        if self.experts is not None and model.moe is not None:
-            limits += ((f"moe.{rule}", value) for rule, value in self.experts(model.moe))
-        return [f"model.{rule} for {self.name}, got {value}" for rule, value in limits]
+        sized = not self.head_sizes and model.head_size != whole
+        yield "head_dim", sized, f"must be null or {whole}"
+        for key, wrong, rule in () if model.moe is None else self.experts(model.moe):
+            yield f"moe.{key}", wrong, rule
 
 
 def _hidden_act(model: ModelConfig) -> str | None:

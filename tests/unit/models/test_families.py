@@ -58,11 +58,12 @@ def test_the_tensors_are_those_of_transformers_and_cover_ours(family, changes) -
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gpt", {"activation": "relu2"}, "activation must be swiglu or geglu for Llama, got relu2"),
+        ("gpt", {"activation": "relu2"},
+         "activation must be swiglu or geglu for Llama, got 'relu2'"),
         ("llama", {"heads": 6}, "hidden must be divisible by heads = 6 for Llama, got 32"),
         # Qwen2's class has these biases, but no other head dimensions.
         ("llama", {"attention_bias": "qkv"},
-         "attention_bias must be none or all for Llama, got qkv"),
+         "attention_bias must be none or all for Llama, got 'qkv'"),
         ("moe", {"moe": MIXTURE | {"shared_gate": True}},
          "moe.shared_gate must be false for Glm4Moe, got true"),
         ("moe", {"moe": SOFTMAX | {"routed_scale": 2.5}},
