@@ -62,31 +62,21 @@ Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Document lengths of packed queries and keys, in the format of variable-length kernels.
+class DocumentRange:
+    """Document boundaries for a range of queries.
 
-    queries, keys   cumulative document lengths (cu_seqlens), int32 `[documents + 1]` on the device,
-                    starting with 0
+    firsts          `[b, s]`, the position in the sequence at which each query's document starts
+    queries, keys   cumulative document lengths (cu_seqlens) for variable-length kernels, int32
+                    `[documents + 1]` on the device, starting with 0
     most_queries    largest number of queries in a document
     most_keys       largest number of keys in a document
     """
 
+    firsts: Tensor
     queries: Tensor
     keys: Tensor
     most_queries: int
     most_keys: int
-
-
-@dataclass(frozen=True)
-class DocumentRange:
-    """Document boundaries for a range of queries.
-
-    firsts    `[b, s]`, the position in the sequence at which each query's document starts
-    lengths   document lengths in the format of variable-length kernels
-    """
-
-    firsts: Tensor
-    lengths: Lengths
 
 
 @dataclass(kw_only=True)
@@ -299,33 +289,27 @@ def causal_attention(
         q, k, v = (x.float() for x in (query, key, value))
         return causal_attention(q, k, v, scale, documents).to(query.dtype)
     if documents is not None and query.is_cuda and query.dtype != torch.float64:
-        return varying_attention(query, key, value, scale, documents.lengths)
+        return varying_attention(query, key, value, scale, documents)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:
         # The only fused kernel for float32 does not support grouped queries.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
-    with allowed_kernels(q):
-        if documents is not None:
-            rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
-            hidden = hidden_keys(rows, keys, k.shape[2] - q.shape[2], None, q.device)
-            hidden = hidden | other_documents(rows, keys, documents)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=~hidden[:, None], scale=scale, enable_gqa=grouped
-            )
-        elif q.shape[2] == k.shape[2]:
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
-            )
-        else:
-            # Imported lazily, because the import loads the compiler.
-            from torch.nn.attention.bias import causal_lower_right
+    mask: Any = None
+    if documents is not None:
+        rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
+        hidden = hidden_keys(rows, keys, k.shape[2] - q.shape[2], None, q.device)
+        mask = ~(hidden | other_documents(rows, keys, documents))[:, None]
+    elif q.shape[2] != k.shape[2]:
+        # Imported lazily, because the import loads the compiler.
+        from torch.nn.attention.bias import causal_lower_right
 
-            mask = causal_lower_right(q.shape[2], k.shape[2])
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
-            )
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+    with allowed_kernels(q):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
     return out.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads * d]
 
 
@@ -442,10 +426,8 @@ def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) ->
     length = firsts.shape[1]
     context = {"rank": rank, "size": size}
     positions = context_part(torch.arange(length) - firsts, 1, **context)
-    parts = []
-    for chunk in context_chunks(length, **context):
-        of_chunk = firsts[:, chunk.start : chunk.stop]
-        parts.append(DocumentRange(move(of_chunk), lengths_of(of_chunk, chunk, move)))
+    chunks = context_chunks(length, **context)
+    parts = [document_range(firsts[:, c.start : c.stop], c, move) for c in chunks]
     return Documents(
         qkv_format="sbhd",
         max_seqlen_q=length,
@@ -455,8 +437,9 @@ def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) ->
     )
 
 
-def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
-    """Return `Lengths` for the queries in `chunk` and the keys up to the end of `chunk`."""
+def document_range(firsts: Tensor, chunk: range, move: Move) -> DocumentRange:
+    """Return the document boundaries for the queries in `chunk`, with the keys up to the end of
+    `chunk`."""
     counts = []  # numbers of queries and of keys in each document, `[documents, 2]`
     for sequence in firsts:
         starts = sequence.unique_consecutive()
@@ -468,17 +451,17 @@ def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
     cumulative = F.pad(pairs.cumsum(0), (0, 0, 1, 0)).int()
     queries, keys = (move(x.contiguous()) for x in cumulative.unbind(1))
     most_queries, most_keys = pairs.amax(0).tolist()
-    return Lengths(queries, keys, most_queries, most_keys)
+    return DocumentRange(move(firsts), queries, keys, most_queries, most_keys)
 
 
 def varying_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Lengths
+    query: Tensor, key: Tensor, value: Tensor, scale: float, documents: DocumentRange
 ) -> Tensor:
     """Return the attention output `[s, b, heads * d]` for queries at the last s of t positions.
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    lengths      document lengths; attention does not cross document boundaries
+    documents    document boundaries, which attention does not cross
 
     All heads are padded to the same dimension, a multiple of `ALIGNMENT`.
     """
@@ -498,10 +481,10 @@ def varying_attention(
         q,
         k,
         v,
-        lengths.queries,
-        lengths.keys,
-        lengths.most_queries,
-        lengths.most_keys,
+        documents.queries,
+        documents.keys,
+        documents.most_queries,
+        documents.most_keys,
         scale=scale,
         window_size=(-1, 0),
         enable_gqa=q.shape[1] != k.shape[1],

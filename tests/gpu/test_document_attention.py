@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.attention import DocumentRange, causal_attention, lengths_of
+from models.blocks.attention import DocumentRange, causal_attention, document_range
 
 LENGTH, CHUNK = 512, 128
 DOCUMENTS = [[1, 200, 63, 248], [512], [1] * 512]
@@ -31,7 +31,7 @@ def test_documents_see_themselves_alone(begin: int, groups: int, value_size: int
     ]
     firsts = torch.stack(rows)
     chunk = range(begin, LENGTH)
-    documents = DocumentRange(firsts.cuda(), lengths_of(firsts, chunk, Tensor.cuda))
+    documents = document_range(firsts, chunk, Tensor.cuda)
     shapes = [
         (len(chunk), len(DOCUMENTS), 8, 64),
         (LENGTH, len(DOCUMENTS), groups, 64),

@@ -15,9 +15,9 @@ from models.blocks.attention import (
     DocumentRange,
     attention_kernel,
     causal_attention,
+    document_range,
     documents_of,
     largest_causal_score,
-    lengths_of,
     varying_attention,
 )
 from models.blocks.softcapped_attention import softcapped_attention
@@ -62,7 +62,7 @@ def documents(s: int, t: int) -> DocumentRange:
         begins = [sum(lengths[:i]) for i in range(len(lengths))]
         rows.append(torch.tensor(begins).repeat_interleave(torch.tensor(lengths))[:t])
     firsts = torch.stack(rows)[:, t - s :]
-    return DocumentRange(firsts, lengths_of(firsts, range(t - s, t), Tensor.clone))
+    return document_range(firsts, range(t - s, t), Tensor.clone)
 
 
 def same_document(s: int, t: int) -> Tensor:
@@ -236,7 +236,7 @@ def one_after_another(
 def test_the_kernel_of_variable_length_gets_the_documents(s, t, monkeypatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", one_after_another)
     apart = documents(s, t)
-    ours = outputs_and_gradients(varying_attention, problem(s, t), 0.4, apart.lengths)
+    ours = outputs_and_gradients(varying_attention, problem(s, t), 0.4, apart)
     expected = outputs_and_gradients(reference, problem(s, t), 0.4, None, None, apart)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
