@@ -19,7 +19,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
 
@@ -181,19 +180,9 @@ def compiler_problem() -> str | None:
         return f"a C compiler (packages: {PACKAGES})"
     include = sysconfig.get_paths()["include"]
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.c"
-        source.write_text(PROBE, encoding="utf-8")
-        command = [
-            compiler,
-            str(source),
-            "-shared",
-            "-fPIC",
-            f"-I{include}",
-            "-o",
-            f"{folder}/p.so",
-        ]
+        options = "-x", "c", "-", "-shared", "-fPIC", f"-I{include}", "-o", f"{folder}/probe.so"
         try:
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run([compiler, *options], input=PROBE, capture_output=True, text=True)
         except OSError as error:
             return f"a C compiler: {compiler} does not start ({error.strerror})"
     if done.returncode == 0:
