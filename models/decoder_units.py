@@ -1,67 +1,76 @@
 """Declares the units of a decoder from its config, without megatron-core or process groups."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from typing import Literal
 
 from models.config import ModelConfig, MoEConfig
 from models.layout import ChunkSpec, Split
-from models.units import (
-    ALL,
-    Index,
-    Unit,
-    gated_mlp_units,
-    matrix_unit,
-    vector_unit,
-)
+from models.units import ALL, Index, Unit, matrix_unit, vector_unit
 
 
-def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list[Unit]:
-    """Return one rank's units for the router, routed experts and shared experts of layer `layer`.
+def gated_mlp_units(
+    prefix: str,
+    hidden: int,
+    ffn: int,
+    split: Split,
+    *,
+    inner: str = "",
+    kind: str = "",
+    domain: Literal["dense", "expert"] = "dense",
+) -> list[Unit]:
+    """Return one rank's gate, up and down units of a feed-forward block. Gate and up share one
+    parameter.
+
+    Unit names start with `prefix`, parameter names with `prefix` and `inner`, and roles with
+    `kind`.
+    """
+    ranks = split.expert_tensor if domain == "expert" else split.tensor_size
+    apart = split.split_gate_up
+    indices: dict[str, Index] = {"gate": (0,), "up": (1,)} if apart else {"gate_up": (ALL,)}
+    units = [
+        Unit(
+            name=prefix + role,
+            parameter=f"{prefix}{inner}gate_up",
+            role=kind + role,
+            view_shape=(2, ffn // ranks, hidden),
+            index=index,
+            axes=(ffn, hidden) if apart else (2, ffn, hidden),
+            shard_axis=(0 if apart else 1) if ranks > 1 else None,
+            draws=tuple((prefix + part, ffn) for part in ([role] if apart else ("gate", "up"))),
+            domain=domain,
+        )
+        for role, index in indices.items()
+    ]
+    name, shape = f"{prefix}{inner}down", (hidden, ffn)
+    down = matrix_unit(f"{prefix}down", name, f"{kind}down", shape, ranks, 1)
+    return [*units, replace(down, domain=domain)]
+
+
+def mixture_units(prefix: str, hidden: int, moe: MoEConfig, split: Split) -> list[Unit]:
+    """Return one rank's units for the router, routed experts and shared experts of a layer, whose
+    names start with `prefix`.
 
     Each routed expert is a separate gated feed-forward block, named by its global index in the
     layer. Each expert-parallel rank holds the same number of consecutive experts.
     """
-    prefix = f"layers.{layer}."
     units = []
     if moe.shared_experts:
         width = moe.shared_experts * moe.expert_ffn
-        shared = gated_mlp_units(layer, hidden, width, split.split_gate_up, split.tensor_size)
-        units += moved(shared, prefix, "shared", "shared_", "dense")
+        units += gated_mlp_units(f"{prefix}shared.", hidden, width, split, kind="shared_")
         if moe.shared_gate:
-            name = prefix + "shared.router"
+            name = f"{prefix}shared.router"
             units.append(matrix_unit(name, name, "shared_router", (1, hidden), 1, None))
-    name = prefix + "router"
+    name = f"{prefix}router"
     units.append(matrix_unit(name, name, "router", (moe.experts, hidden), 1, None))
     count = moe.experts // split.expert_size
-    expert = gated_mlp_units(
-        layer, hidden, moe.expert_ffn, split.split_gate_up, split.expert_tensor
-    )
     for index in range(split.expert_rank * count, (split.expert_rank + 1) * count):
-        units += moved(expert, prefix, f"experts.{index}", "expert_", "expert")
-    return units
-
-
-def moved(
-    units: Iterable[Unit], prefix: str, block: str, kind: str, domain: Literal["dense", "expert"]
-) -> list[Unit]:
-    """Return the units of a layer's gated feed-forward block, renamed to belong to `block`.
-
-    `block` is inserted into names after the layer's `prefix`, and `kind` is prepended to roles.
-    """
-    new = f"{prefix}{block}."
-    return [
-        replace(
-            unit,
-            name=new + unit.name.removeprefix(prefix),
-            parameter=new + unit.parameter.removeprefix(prefix + "mlp."),
-            role=kind + unit.role,
-            draws=tuple((new + name.removeprefix(prefix), rows) for name, rows in unit.draws),
-            domain=domain,
+        block = f"{prefix}experts.{index}."
+        units += gated_mlp_units(
+            block, hidden, moe.expert_ffn, split, kind="expert_", domain="expert"
         )
-        for unit in units
-    ]
+    return units
 
 
 def attention_units(
@@ -237,11 +246,9 @@ def decoder_units(
         units.append(gain(prefix + "mlp_norm"))
         moe = model.mixture(layer)
         if moe is not None:
-            units += mixture_units(layer, model.hidden, moe, split)
+            units += mixture_units(prefix, model.hidden, moe, split)
         elif model.gated:
-            units += gated_mlp_units(
-                layer, model.hidden, model.ffn, split.split_gate_up, split.tensor_size
-            )
+            units += gated_mlp_units(prefix, model.hidden, model.ffn, split, inner="mlp.")
         else:
             up, down = (model.ffn, model.hidden), (model.hidden, model.ffn)
             ranks = split.tensor_size

@@ -138,30 +138,6 @@ def units_of_domain(stage_units: Sequence[Sequence[Unit]], name: str) -> list[li
     return [[unit for unit in units if unit.domain == name] for units in stage_units]
 
 
-def gated_mlp_units(
-    layer: int, hidden: int, ffn: int, split_gate_up: bool, tensor_size: int
-) -> list[Unit]:
-    """Return the gate, up and down units of layer `layer`. Gate and up share one parameter."""
-    prefix = f"layers.{layer}."
-    split = split_gate_up
-    indices: dict[str, Index] = {"gate": (0,), "up": (1,)} if split else {"gate_up": (ALL,)}
-    units = [
-        Unit(
-            name=prefix + role,
-            parameter=prefix + "mlp.gate_up",
-            role=role,
-            view_shape=(2, ffn // tensor_size, hidden),
-            index=index,
-            axes=(ffn, hidden) if split else (2, ffn, hidden),
-            shard_axis=(0 if split else 1) if tensor_size > 1 else None,
-            draws=tuple((prefix + part, ffn) for part in ([role] if split else ("gate", "up"))),
-        )
-        for role, index in indices.items()
-    ]
-    down = matrix_unit(prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size, 1)
-    return [*units, down]
-
-
 def matrix_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int, axis: int | None
 ) -> Unit:
