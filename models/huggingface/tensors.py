@@ -5,15 +5,16 @@ holds gate and up. Hugging Face models store them as separate tensors. Export an
 same list of tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
 
-from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.config import ModelConfig
+from models.families import all_units
 from models.huggingface.config_json import architecture
-from models.units import ALL, Index
+from models.units import ALL, Index, Unit
 
 SCORE_BIAS = ".e_score_correction_bias"
 """Name suffix of the float32 buffer with the bias that is added to expert scores."""
@@ -56,118 +57,84 @@ class TheirTensor:
         part.copy_(value.reshape(part.shape))
 
 
+NAMES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.q_a": "self_attn.q_a_proj",
+    "attention.q_a_norm": "self_attn.q_a_layernorm",
+    "attention.q_b": "self_attn.q_b_proj",
+    "attention.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_b": "self_attn.kv_b_proj",
+    "attention.o": "self_attn.o_proj",
+    "router": "mlp.gate",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+"""Names in transformers of weights, by name within a layer and, in a feed-forward block, by name
+within the block. `Architecture.norms` contains the norms of layers."""
+BLOCKS = {"mlp": "mlp", "shared": "mlp.shared_experts"}
+"""Names in transformers of the feed-forward blocks of a layer. Experts are separate tensors, the
+only layout supported by transformers 4; transformers 5 also supports fused experts."""
+
+
 def their_tensors(model: ModelConfig) -> list[TheirTensor]:
     """Return every tensor of the Hugging Face model for `model`, in forward order.
 
     Tensors that share one of this project's parameters are consecutive. Raises InexpressibleError
     if no transformers class can represent `model`.
     """
-    norms = architecture(model).norms
-
-    def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
-        """Yield the gain of norm `ours` in layer `layer`, if the class uses this norm."""
-        if ours in norms:
-            hf_name = f"model.layers.{layer}.{norms[ours]}.weight"
-            yield _gain(f"layers.{layer}.{ours}", hf_name, model.hidden)
-
-    tensors = [_vocabulary(model, "embedding", "model.embed_tokens.weight")]
-    for layer in range(model.layers):
-        ours, hf_name = f"layers.{layer}.", f"model.layers.{layer}."
-        tensors += norm(layer, "attention_norm")
-        if model.latent is None:
-            tensors += _attention(model, ours + "attention.", hf_name + "self_attn.")
-        else:
-            tensors += _latent(model, model.latent, ours + "attention.", hf_name + "self_attn.")
-        tensors += norm(layer, "post_attention_norm")
-        tensors += norm(layer, "mlp_norm")
-        moe = model.mixture(layer)
-        if moe is None:
-            tensors += _gated(ours + "mlp.", hf_name + "mlp.", model.hidden, model.ffn)
-        else:
-            tensors += _mixture(model, moe, ours, hf_name + "mlp.")
-        tensors += norm(layer, "post_mlp_norm")
-    tensors.append(_gain("final_norm", "model.norm.weight", model.hidden))
-    if not model.tie_embeddings:
-        tensors.append(_vocabulary(model, "head", "lm_head.weight"))
+    names = NAMES | dict(architecture(model).norms)
+    tensors: list[TheirTensor] = []
+    for unit in all_units(model, qkv_units="fused", split_gate_up=False):
+        tensors += _of_parameter(model, unit, names)
+        # Only classes with sigmoid scores have the bias.
+        if unit.role == "router" and model.moe is not None and model.moe.score == "sigmoid":
+            bias = tensors[-1].name.removesuffix(".weight") + SCORE_BIAS
+            size = (model.moe.experts,)
+            tensors.append(TheirTensor(bias, f"{unit.parameter}.expert_bias", size, (ALL,), size))
     return tensors
 
 
-def _vocabulary(model: ModelConfig, ours: str, hf_name: str) -> TheirTensor:
-    """Return the embedding or head without its padding rows."""
-    assert model.vocab_size is not None
-    layout = (model.padded_vocab, model.hidden)
-    rows = slice(0, model.vocab_size)
-    return TheirTensor(hf_name, ours, layout, (rows,), (model.vocab_size, model.hidden))
-
-
-def _gain(ours: str, hf_name: str, size: int) -> TheirTensor:
-    return TheirTensor(hf_name, ours, (size,), (ALL,), (size,))
-
-
-def _matrix(ours: str, hf_name: str, shape: tuple[int, int]) -> TheirTensor:
-    return TheirTensor(f"{hf_name}.weight", ours, shape, (ALL,), shape)
-
-
-def _attention(model: ModelConfig, ours: str, hf_name: str) -> Iterator[TheirTensor]:
-    groups, size, hidden = model.query_groups, model.head_size, model.hidden
-    queries = model.heads // groups
-    layout = (groups, queries + 2, size, hidden)
-    parts: list[tuple[str, Index, int]] = [
-        ("q_proj", (ALL, slice(0, queries)), model.heads),
-        ("k_proj", (ALL, queries), groups),
-        ("v_proj", (ALL, queries + 1), groups),
-    ]
-    for name, index, heads in parts:
-        shape = (heads * size, hidden)
-        yield TheirTensor(f"{hf_name}{name}.weight", ours + "qkv", layout, index, shape)
-    for name, index, heads in parts if model.attention_bias != "none" else ():
-        bias, flat = f"{hf_name}{name}.bias", (heads * size,)
-        yield TheirTensor(bias, ours + "qkv_bias", layout[:-1], index, flat)
-    if model.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield _gain(ours + name, f"{hf_name}{name}.weight", size)
-    yield _matrix(ours + "o", hf_name + "o_proj", (hidden, model.heads * size))
-    if model.attention_bias == "all":
-        yield _gain(ours + "o_bias", hf_name + "o_proj.bias", hidden)
-
-
-def _latent(
-    model: ModelConfig, latent: LatentConfig, ours: str, hf_name: str
+def _of_parameter(
+    model: ModelConfig, unit: Unit, names: Mapping[str, str]
 ) -> Iterator[TheirTensor]:
-    hidden, heads = model.hidden, model.heads
-    rows = heads * model.head_size
-    if latent.query_rank is None:
-        yield _matrix(ours + "q", hf_name + "q_proj", (rows, hidden))
+    """Yield the tensors in a parameter, which is a single unit. `names` maps names in this project
+    to names in transformers."""
+    ours, layer = unit.parameter, ""
+    if unit.layer is not None:
+        ours, layer = ours.removeprefix(f"layers.{unit.layer}."), f"model.layers.{unit.layer}."
+    block, _, name = ours.rpartition(".")
+    in_block = f"{layer}{BLOCKS.get(block, f'mlp.{block}')}."
+    if name in ("qkv", "qkv_bias"):
+        kind, cols = ("weight", unit.axes[2:]) if name == "qkv" else ("bias", ())
+        groups, size = model.query_groups, model.head_size
+        queries = model.heads // groups
+        view_shape = (groups, queries + 2, size, *cols)
+        indices: dict[str, int | slice] = {"q": slice(0, queries), "k": queries, "v": queries + 1}
+        for role, heads in indices.items():
+            hf_name = f"{layer}{names[f'attention.{role}']}.{kind}"
+            shape = ((model.heads if role == "q" else groups) * size, *cols)
+            yield TheirTensor(hf_name, unit.parameter, view_shape, (ALL, heads), shape)
+    elif name == "gate_up":
+        for i, half in enumerate(("gate", "up")):
+            hf_name = f"{in_block}{names[half]}.weight"
+            yield TheirTensor(hf_name, unit.parameter, unit.axes, (i,), unit.axes[1:])
+    elif name == "down":
+        hf_name = f"{in_block}{names[name]}.weight"
+        yield TheirTensor(hf_name, unit.parameter, unit.axes, (ALL,), unit.shape)
+    elif ours in ("embedding", "head"):  # without the padding rows
+        assert model.vocab_size is not None
+        rows, shape = (slice(0, model.vocab_size),), (model.vocab_size, model.hidden)
+        yield TheirTensor(f"{names[ours]}.weight", ours, unit.shape, rows, shape)
     else:
-        yield _matrix(ours + "q_a", hf_name + "q_a_proj", (latent.query_rank, hidden))
-        yield _gain(ours + "q_a_norm", hf_name + "q_a_layernorm.weight", latent.query_rank)
-        yield _matrix(ours + "q_b", hf_name + "q_b_proj", (rows, latent.query_rank))
-    shape = (latent.kv_rank + latent.rope_head_dim, hidden)
-    yield _matrix(ours + "kv_a", hf_name + "kv_a_proj_with_mqa", shape)
-    yield _gain(ours + "kv_a_norm", hf_name + "kv_a_layernorm.weight", latent.kv_rank)
-    both = heads * (latent.nope_head_dim + latent.value_head_dim)
-    yield _matrix(ours + "kv_b", hf_name + "kv_b_proj", (both, latent.kv_rank))
-    yield _matrix(ours + "o", hf_name + "o_proj", (hidden, heads * latent.value_head_dim))
-
-
-def _gated(ours: str, hf_name: str, hidden: int, ffn: int) -> Iterator[TheirTensor]:
-    for i, name in enumerate(("gate_proj", "up_proj")):
-        layout, shape = (2, ffn, hidden), (ffn, hidden)
-        yield TheirTensor(f"{hf_name}{name}.weight", ours + "gate_up", layout, (i,), shape)
-    yield _matrix(ours + "down", hf_name + "down_proj", (hidden, ffn))
-
-
-def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, hf_name: str) -> Iterator[TheirTensor]:
-    """Yield a layer's experts as separate tensors, the only layout supported by transformers 4;
-    transformers 5 also supports fused experts."""
-    hidden = model.hidden
-    yield _matrix(ours + "router", hf_name + "gate", (moe.experts, hidden))
-    if moe.score == "sigmoid":  # only classes with sigmoid scores have the bias
-        bias = f"{hf_name}gate{SCORE_BIAS}"
-        yield _gain(ours + "router.expert_bias", bias, moe.experts)
-    if moe.shared_experts:
-        shared = moe.shared_experts * moe.expert_ffn
-        yield from _gated(ours + "shared.", hf_name + "shared_experts.", hidden, shared)
-    for expert in range(moe.experts):
-        infix = f"experts.{expert}."
-        yield from _gated(ours + infix, hf_name + infix, hidden, moe.expert_ffn)
+        kind = "bias" if name == "o_bias" else "weight"
+        hf_name = f"{layer}{names[ours.removesuffix('_bias')]}.{kind}"
+        yield TheirTensor(hf_name, unit.parameter, unit.shape, (ALL,), unit.shape)
