@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -106,30 +105,15 @@ class CoreAttention(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
-        """Raise ValueError if attention is not causal self-attention. Under context parallelism,
-        also raise ValueError if the process group `pg_collection.cp` is missing, or if its size
-        differs from the size in the config."""
         super().__init__()
-        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
-            raise ValueError(
-                f"the sdpa attention backend supports only causal self-attention, "
-                f"got {attention_type!r} with mask {attn_mask_type}"
-            )
         self.context: dist.ProcessGroup | None = None
-        if (size := config.context_parallel_size) != 1:
-            self.context = getattr(pg_collection, "cp", None)
-            if self.context is None or self.context.size() != size:
-                ranks = "none" if self.context is None else self.context.size()
-                raise ValueError(
-                    f"the context-parallel process group must have {size} ranks, got {ranks}"
-                )
+        if config.context_parallel_size > 1:
+            assert pg_collection is not None
+            self.context = pg_collection.cp
         head_size = config.kv_channels
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
@@ -155,19 +139,13 @@ class CoreAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
         packed_seq_params: Documents | None = None,
         **_: object,
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]` for `query` `[s, b, heads, d]` and `key`,
         `value` `[s, b, groups, d]`. The mask is always causal; `attention_mask` is ignored. With
         `packed_seq_params`, attention does not cross document boundaries.
-
-        Raises ValueError if `attention_bias` is given.
         """
-        if attention_bias is not None:
-            raise ValueError("the sdpa attention backend does not support an attention bias")
         if self.context is None:
             return self.attend(query, key, value, whole(packed_seq_params))
         key, value = gather_sequence(key, value, self.context)

@@ -9,7 +9,6 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -42,7 +41,6 @@ class LatentAttention(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
         latent: LatentConfig,
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
@@ -66,13 +64,7 @@ class LatentAttention(torch.nn.Module):
         self.kv_a_norm = RMSNorm(config, latent.kv_rank, config.layernorm_epsilon)
         kv_width = heads * (latent.nope_head_dim + latent.value_head_dim)
         self.kv_b = ColumnParallelLinear(latent.kv_rank, kv_width, **out_of)
-        self.core_attention = SDPACoreAttention(
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=AttnMaskType.causal,
-            attention_type="self",
-            pg_collection=pg_collection,
-        )
+        self.core_attention = SDPACoreAttention(config, pg_collection=pg_collection)
         self.linear_proj = RowParallelLinear(
             heads * latent.value_head_dim,
             hidden,
