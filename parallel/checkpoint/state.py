@@ -44,7 +44,6 @@ from parallel.model import ParallelModel, named_buffers
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
 from parallel.storage.bucket_layout import Span
-from parallel.storage.domain_model import DomainModel
 from spectral.batching import grouped
 from spectral.division import Box, sizes_of, span_of
 
@@ -258,11 +257,9 @@ def _whole(key: str, value: Tensor, written: bool = True) -> StatePart:
 
 def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
     """Yield this rank's parts of a domain's weights, omitting the weights of PC layers."""
-    part = domain.model
-    for unit, span, start in _shard_spans(part):
-        if domain.assign(unit).pc is None:
-            flat = part.masters[span.bucket].detach().narrow(0, start, span.length)
-            yield from _pieces(f"weight/{unit.name}", unit, span, flat, part.domain.tensor)
+    for unit, span, start, _ in _region_spans(domain):
+        flat = domain.model.masters[span.bucket].detach().narrow(0, start, span.length)
+        yield from _pieces(f"weight/{unit.name}", unit, span, flat, domain.domain.tensor)
 
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[StatePart]:
@@ -341,22 +338,18 @@ def _is_counter(value: Tensor) -> bool:
     return value.dim() == 1
 
 
-def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
-    """Yield (unit, span, start in the shard) for all unit spans in this rank's shards."""
-    bucket_layout, rank = part.bucket_layout, part.domain.replicas.rank
-    for unit in part.units:
-        for span in bucket_layout.shard_spans(unit, rank):
-            yield unit, span, span.start - rank * bucket_layout.shard_numel(span.bucket)
-
-
 def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
-    """Yield (unit, span, start in the shard, region) for all unit spans in this rank's regions."""
+    """Yield (unit, span, start in the shard, region) for all unit spans in this rank's regions,
+    which do not contain PC layers."""
+    layout, rank = domain.model.bucket_layout, domain.domain.replicas.rank
     regions = grouped(domain.regions, lambda region: region.bucket)
-    for unit, span, start in _shard_spans(domain.model):
-        # A bucket has no regions if all of its weights are stored by owners.
-        for region in regions.get(span.bucket, ()):
-            if region.start <= start < region.start + region.length:
-                yield unit, span, start, region
+    for unit in domain.model.units:
+        for span in layout.shard_spans(unit, rank):
+            start = span.start - rank * layout.shard_numel(span.bucket)
+            # A bucket has no regions if all of its weights are stored by owners.
+            for region in regions.get(span.bucket, ()):
+                if region.start <= start < region.start + region.length:
+                    yield unit, span, start, region
 
 
 def _raise_together(problems: Iterable[str], prefix: str = "") -> None:
