@@ -29,8 +29,12 @@ from torch import Tensor
 TESTED: Final = ("0.16.1", "0.19.2")
 """Oldest and newest tested release."""
 
-ADVISERS: Final = ("models.gpt.gpt_model", "transformer.transformer_layer")
-"""megatron-core modules that log advice to users."""
+QUIET: Final = (
+    "torch.utils.cpp_extension",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.transformer.transformer_layer",
+)
+"""Loggers of a missing CUDA toolkit, and of advice to use other classes."""
 
 
 class EngineError(RuntimeError):
@@ -68,10 +72,11 @@ def import_engine() -> None:
     """Import megatron-core without its warnings and in half the usual time. Call this before
     anything else imports megatron-core.
 
-    Three warnings are suppressed. The first is about missing optional packages. The second is about
+    Four warnings are suppressed. The first is about missing optional packages. The second is about
     a missing CUDA toolkit, and comes from CUDA builds of PyTorch on machines without a GPU, such as
     login nodes. The third is about deprecated names of collectives in megatron-core, and comes from
-    newer torch releases.
+    newer torch releases. The fourth advises users to switch to another model class, and comes from
+    newer megatron-core releases.
 
     megatron-core functions decorated with torch.compile are compiled on their first call. If they
     were compiled at import, the compiler would be loaded for functions that most models never call.
@@ -81,7 +86,8 @@ def import_engine() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     deprecated = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
     warnings.filterwarnings("ignore", deprecated, FutureWarning)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
     compiler = torch.compile
     setattr(torch, "compile", at_first_call(compiler))  # noqa: B010
     hides = "wandb" not in sys.modules
@@ -132,23 +138,6 @@ def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
         return call
 
     return compile_later
-
-
-@contextlib.contextmanager
-def without_advice() -> Iterator[None]:
-    """Suppress megatron-core's advisory log messages within the context.
-
-    Newer releases advise users to switch to another model class.
-    """
-    loggers = [logging.getLogger(f"megatron.core.{name}") for name in ADVISERS]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def take_losses() -> dict[str, Tensor]:

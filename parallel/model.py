@@ -19,7 +19,6 @@ from models.blocks.experts import GroupedExperts
 from models.blocks.in_graph_pc import UnitWeight, gathered, precondition_, with_gammas
 from models.blocks.self_attention import RotatedSelfAttention
 from models.config import ModelConfig
-from models.engine import without_advice
 from models.families import FAMILIES, declare_stage_units
 from models.initialize import initialize_
 from models.layout import ChunkSpec
@@ -353,20 +352,18 @@ def build_chunks(
     groups: Groups,
 ) -> list[torch.nn.Module]:
     """Build the Megatron models for this pipeline rank's chunks, with uninitialised weights."""
-    with without_advice():
-        chunks = [
-            FAMILIES[model.family]
-            .code.build(
-                model,
-                config,
-                spec,
-                sequence_length=options.sequence_length,
-                virtual_stage=i if groups.layout.virtual_pipeline > 1 else None,
-                **options.loss,
-            )
-            .to(groups.device)
-            for i, spec in enumerate(specs)
-        ]
+    code, virtual = FAMILIES[model.family].code, groups.layout.virtual_pipeline > 1
+    chunks = [
+        code.build(
+            model,
+            config,
+            spec,
+            sequence_length=options.sequence_length,
+            virtual_stage=i if virtual else None,
+            **options.loss,
+        ).to(groups.device)
+        for i, spec in enumerate(specs)
+    ]
     if options.compile_backend is not None or options.fused_backward:
         fuse_blocks_(chunks, options.compile_backend, backward=options.fused_backward)
     return chunks
