@@ -44,8 +44,6 @@ class Family:
     builder: str = "models.dense"
     """Module that defines `transformer_config`, `build` and `parameter_names`; see
     models/dense.py."""
-    same_layers_as: str | None = None
-    """Family whose layers differ from this family's only in shape, if any."""
     activation: str | None = "swiglu"
     """Required value of `model.activation`; None: any value."""
     qk_norm: bool | None = False
@@ -145,7 +143,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="deepnet",
             about="qwen3 with hundreds of narrow layers, as in the SSO paper's depth experiment",
-            same_layers_as="qwen3",
             qk_norm=True,
             hugging_face=(QWEN3,),
         ),

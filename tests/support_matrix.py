@@ -12,7 +12,7 @@ from typing import Any
 from models.families import FAMILIES as ALL
 from tests.paths import with_table
 from tests.run_configs import tiny_config
-from tests.tiny_families import overrides, settings
+from tests.tiny_families import SAME_LAYERS, overrides, settings
 from training.config import InvalidConfigError, check
 
 RANKS = 4
@@ -27,7 +27,7 @@ SHAPE = {
     "train__sequence_length": 16,
     "train__exit_step": 2,
 }
-FAMILIES = tuple(name for name, family in ALL.items() if family.same_layers_as is None)
+FAMILIES = tuple(name for name in ALL if name not in SAME_LAYERS)
 """Families with their own layers, which form the columns."""
 
 MODES: dict[str, dict[str, Any]] = {
@@ -142,7 +142,7 @@ def table() -> str:
 
 def column(family: str) -> str:
     """Return a column header: the family, and other families with the same layers."""
-    same = [name for name, other in ALL.items() if other.same_layers_as == family]
+    same = [name for name, other in SAME_LAYERS.items() if other == family]
     return ", ".join([family, *same])
 
 

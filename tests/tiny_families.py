@@ -57,13 +57,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings in each family's model section, other than the shape."""
+SAME_LAYERS = {"deepnet": "qwen3"}
+"""Families whose layers differ only in shape from those of another family, with that family."""
 
 SECTIONS = {"latent": LatentConfig, "moe": MoEConfig, "rope_scaling": RopeScalingConfig}
 
 
 def settings(family: str) -> dict[str, Any]:
     """Return the settings in a family's model section, other than the shape."""
-    return {"family": family, **SETTINGS[FAMILIES[family].same_layers_as or family]}
+    return {"family": family, **SETTINGS[SAME_LAYERS.get(family, family)]}
 
 
 def model_of(values: dict[str, Any]) -> ModelConfig:
