@@ -258,7 +258,7 @@ def build_optimizer(
         owners |= {name: ranks[owner] for name, owner in placed.owners.items()}
         transfers = plan_transfers(part.stage_units, layout, placed.owners)
         step = StepOptions(**options)
-        domains.append(DomainOptimizer(part, model.parameters, assign, transfers, step))
+        domains.append(DomainOptimizer(part, assign, transfers, step))
     return DistributedOptimizer(model, domains, owners, overlap_gather=overlap_gather)
 
 

@@ -8,7 +8,7 @@ the same shape and sends the updates back. The all-gather of the group's new wei
 the next step group. The rules in `spectral.rules` are used unchanged.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -93,7 +93,6 @@ class DomainOptimizer:
     def __init__(
         self,
         model: DomainModel,
-        parameters: Mapping[str, Tensor],
         assign: Assign,
         transfers: Sequence[UnitTransfer],
         options: StepOptions,
@@ -102,14 +101,11 @@ class DomainOptimizer:
 
         Args:
             model: the domain's parameters.
-            parameters: the model's parameters by name.
             assign: function that returns a unit's rule, rates and penalty.
             transfers: owner and parts of every owned unit, the same on all ranks of the stage.
             options: number of step groups, and dtypes.
         """
         self.model = model
-        # Views of this rank's unit pieces in the model's parameters.
-        self.weights = {u.name: u.view(parameters[u.parameter].detach()) for u in model.units}
         self.domain: Domain = model.domain
         self.assign = assign
         self.options = options
@@ -237,11 +233,10 @@ class DomainOptimizer:
     def _new_group(self, buckets: tuple[int, ...], transfers: Sequence[UnitTransfer]) -> StepGroup:
         """Plan a step group and allocate state for the units owned by this rank."""
         rank = self.domain.stage.rank
-        present = [t for t in transfers if t.sources[0].tensor in buckets]
-        stepped = [t for t in present if self.assign(t.unit).has_owner]
-        plain = [t for t in stepped if self.assign(t.unit).pc is None]
-        pc = [t for t in stepped if self.assign(t.unit).pc is not None]
-        penalised = [t for t in present if self.assign(t.unit).penalty is not None]
+        pairs = [(t, self.assign(t.unit)) for t in transfers if t.sources[0].tensor in buckets]
+        plain = [t for t, assigned in pairs if assigned.pc is None and assigned.rule.whole_matrix]
+        pc = [t for t, assigned in pairs if assigned.pc is not None]
+        penalised = [t for t, assigned in pairs if assigned.penalty is not None]
         regions = [region for bucket in buckets for region in self._new_regions(bucket)]
         matrices = [r for r in regions if r.assigned.rule.whole_matrix]
         elements = [r for r in regions if not r.assigned.rule.whole_matrix]
@@ -255,7 +250,7 @@ class DomainOptimizer:
             grouped(stacks, lambda stack: stack.rule),
             stage_exchange(plain, self.domain, self.model.comm_volume),
             MaterializedUnits(pc, self.assign, self.model, self.options),
-            PenalisedUnits(penalised, self.assign, self.model, self.weights),
+            PenalisedUnits(penalised, self.assign, self.model),
         )
         weights = gathered_weights(stacks, group.exchange, self.model)
         for stack in stacks:

@@ -6,7 +6,7 @@ effective weight. Like an update, the gradient is sent to the ranks whose shards
 gradient. The gradient norm, clipping and the step then use the sum of both gradients.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,16 +47,13 @@ class PenalisedUnits:
     """The penalised units of one step group, on one rank."""
 
     def __init__(
-        self,
-        transfers: Sequence[UnitTransfer],
-        assign: Assign,
-        model: DomainModel,
-        weights: Mapping[str, Tensor],
+        self, transfers: Sequence[UnitTransfer], assign: Assign, model: DomainModel
     ) -> None:
         domain, comm_volume = model.domain, model.comm_volume
         self.exists = bool(transfers)  # the same on all ranks of the stage
         self.model = model
-        self.weights = weights
+        penalised = [unit for unit in model.units if assign(unit).penalty is not None]
+        self.weights = {unit.name: model.weight(unit) for unit in penalised}
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
         # Every data-parallel rank holds all parameters of its tensor-parallel rank, so an owner
         # only receives weights from other ranks in its tensor-parallel group.

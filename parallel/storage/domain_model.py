@@ -127,6 +127,11 @@ class DomainModel:
             for flat, bucket in zip(self.parameters, self.bucket_layout.buckets, strict=True)
         ]
 
+    def weight(self, unit: Unit) -> Tensor:
+        """Return a view of this rank's piece of `unit` in the parameters."""
+        bucket, slot = self.bucket_layout.slots[unit.parameter]
+        return unit.view(self.parameters[bucket.index].narrow(0, slot.offset, slot.numel))
+
     def shard(self, flat: Tensor) -> Tensor:
         """Return a view of this rank's shard of the bucket `flat`."""
         size = flat.numel() // self.domain.replicas.size
