@@ -155,10 +155,13 @@ class ParallelModel:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager to disable gradient reduction after micro-batches."""
-        with contextlib.ExitStack() as stack:
-            for part in self.domains:
-                stack.enter_context(part.no_sync())
+        for part in self.domains:
+            part.is_last = False
+        try:
             yield
+        finally:
+            for part in self.domains:
+                part.is_last = True
 
     def finish_gradients(self) -> None:
         """Wait until every gradient shard holds the mean gradient over the global batch."""

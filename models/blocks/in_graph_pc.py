@@ -182,33 +182,29 @@ def precondition_(
 
 
 def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
-    """Return a list of `units` and the gammas of preconditioned units. The gammas of a parameter's
-    units follow the parameter's last unit."""
+    """Return a list of `units` and the gammas of preconditioned units. The units of a parameter are
+    consecutive, and their gammas follow them."""
     if pc.evaluator != "in_graph" or not pc.learnable_gamma:
         return list(units)
-    members = grouped(filter(pc.covers, units), lambda unit: unit.parameter)
-    last = {unit.parameter: unit for unit in units}
     with_their_gammas: list[Unit] = []
-    for unit in units:
-        with_their_gammas.append(unit)
-        if last[unit.parameter] is not unit:
-            continue
-        preconditioned = members.get(unit.parameter, [])
+    for members in grouped(units, lambda unit: unit.parameter).values():
+        with_their_gammas += members
+        preconditioned = [unit for unit in members if pc.covers(unit)]
         with_their_gammas += [
             replace(
-                each,
-                name=each.name + GAMMA,
-                parameter=each.parameter + GAMMA,
+                unit,
+                name=unit.name + GAMMA,
+                parameter=unit.parameter + GAMMA,
                 role="gamma",
                 view_shape=(len(preconditioned),),  # all gammas of a parameter are in one vector
                 index=(slice(i, i + 1),),
                 axes=(1,),
                 shard_axis=None,
-                replicated=each.replicated or each.shard_axis is not None,
+                replicated=unit.replicated or unit.shard_axis is not None,
                 partial_over_tensor=False,
-                whole_gradient=each.shard_axis is not None,
+                whole_gradient=unit.shard_axis is not None,
                 draws=(),
             )
-            for i, each in enumerate(preconditioned)
+            for i, unit in enumerate(preconditioned)
         ]
     return with_their_gammas

@@ -10,8 +10,7 @@ moves 10 bytes per parameter and rounds once more. The implementation uses Megat
 Apex extension.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Final
 
@@ -34,10 +33,10 @@ Observer = Callable[[str, Tensor], None]
 class DomainModel:
     """The dense parameters or the experts on one rank.
 
-    Megatron's schedules run all micro-batches except the last inside `no_sync`, and call
-    `finish_gradients` at the end. With `overlap`, a bucket's reduce-scatter starts during the last
-    backward pass, as soon as all of its gradients are complete. Otherwise all reduce-scatters start
-    in `finish_gradients`.
+    Megatron's schedules run all micro-batches except the last inside `ParallelModel.no_sync`, and
+    call `finish_gradients` at the end. With `overlap`, a bucket's reduce-scatter starts during the
+    last backward pass, as soon as all of its gradients are complete. Otherwise all reduce-scatters
+    start in `finish_gradients`.
 
     stage_units   each tensor-parallel rank's list of units in the stage, in forward order
     parameters    one tensor `[numel]` per bucket, in the model's dtype; model parameters are views
@@ -46,6 +45,7 @@ class DomainModel:
                   copy of 16-bit parameters, or the parameter shard itself if parameters are wider
                   or if the bucket's weights are stored by owners
     master        empty tensor with the device and dtype of the masters
+    is_last       whether gradients are those of the last micro-batch
     gathers       all-gathers of new weights by bucket, possibly still in flight
     observe       called with every parameter's gradient for each micro-batch; None: no observer
     comm_volume   counts bytes sent
@@ -87,7 +87,7 @@ class DomainModel:
         self._names = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
         self._pending = [set(names) for names in self._names]
         self._reductions: dict[int, Pending | None] = {}
-        self._syncing = True
+        self.is_last = True
         for name, (bucket, slot) in bucket_layout.slots.items():
             parameter, place = parameters[name], slice(slot.offset, slot.offset + slot.numel)
             view = self.parameters[bucket.index][place].view(parameter.shape)
@@ -141,15 +141,6 @@ class DomainModel:
         """Return views of this rank's shards of the gradient buckets."""
         return [self.shard(flat) for flat in self.gradients]
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context manager to disable reductions after micro-batches."""
-        self._syncing = False
-        try:
-            yield
-        finally:
-            self._syncing = True
-
     def finish_gradients(self) -> None:
         """Wait until this rank's shard of every bucket holds the mean gradient."""
         for bucket in range(len(self._names)):
@@ -176,7 +167,7 @@ class DomainModel:
                 self.observe(name, gradient)
             parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
             parameter.grad = None
-        if self._syncing and self.overlap:
+        if self.is_last and self.overlap:
             self._pending[bucket].discard(name)
             if not self._pending[bucket] and bucket not in self._reductions:
                 self._reduce(bucket)
