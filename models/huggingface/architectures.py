@@ -41,21 +41,25 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
     return {**base, "rope_type": scaling.kind, **given}
 
 
-def rope_problem(rope: Mapping[str, Any]) -> str | None:
-    """Return the reason why the RoPE settings `rope` are not supported, or None if they are."""
-    kind = rope.get("rope_type", "default")
-    if kind not in NEEDED:
-        return f"rope_type must be {one_of(str(kind), NEEDED)}"
-    optional = ("beta_fast", "beta_slow", "attention_factor", *MSCALES) if kind == "yarn" else ()
-    needed = [*NEEDED[kind], *(key for key in optional if rope.get(key))]
-    values = {key: rope.get(key) for key in needed}
-    wrong = [k for k, v in values.items() if not (isinstance(v, int | float) and v > 0)]
-    return f"rope_type {kind} requires positive numbers for {', '.join(wrong)}" if wrong else None
+class InexpressibleError(ValueError):
+    """Raised if no transformers class can represent a model. The message lists the reasons."""
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the `model.rope_scaling` section for supported settings, or None without scaling."""
+    """Return the `model.rope_scaling` section for RoPE settings, or None without scaling.
+
+    Raises InexpressibleError for an unknown type, and for keys that are missing or not positive.
+    """
     kind = rope.get("rope_type", "default")
+    if kind not in NEEDED:
+        raise InexpressibleError(f"rope_type must be {one_of(str(kind), NEEDED)}")
+    optional = ("beta_fast", "beta_slow", "attention_factor", *MSCALES) if kind == "yarn" else ()
+    needed = [*NEEDED[kind], *(key for key in optional if rope.get(key))]
+    found = {key: rope.get(key) for key in needed}
+    wrong = [k for k, v in found.items() if not (isinstance(v, int | float) and v > 0)]
+    if wrong:
+        text = f"rope_type {kind} requires positive numbers for {', '.join(wrong)}"
+        raise InexpressibleError(text)
     if kind == "default":
         return None
     values = {key: rope[key] for key in NEEDED[kind]}
@@ -72,14 +76,14 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
     """Compare `rope` with `expected` (see `rope_parameters`). Yield a message for each key whose
     values differ."""
-    problem = rope_problem(rope)
-    if problem is not None:
-        yield problem
+    try:
+        both = [_computed(expected), _computed(rope)]
+    except InexpressibleError as error:
+        yield str(error)
         return
     part = rope.get("partial_rotary_factor", 1.0)
     if part != 1:
         yield f"partial_rotary_factor must be 1.0 to match the config's model, got {part}"
-    both = [_computed(expected), _computed(rope)]
     for key in dict.fromkeys([*both[0], *both[1]]):
         value, other = (values.get(key) for values in both)
         if value != other:

@@ -7,9 +7,9 @@ from models.config import ModelConfig
 from models.families import FAMILIES
 from models.huggingface.architectures import (
     Architecture,
+    InexpressibleError,
     rope_differences,
     rope_parameters,
-    rope_problem,
     rope_scaling,
 )
 from models.section import one_of
@@ -19,10 +19,6 @@ ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
 
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 """Rarely used config.json keys, and their values for causal attention."""
-
-
-class InexpressibleError(ValueError):
-    """Raised if no transformers class can represent a model. The message lists the reasons."""
 
 
 def architecture(model: ModelConfig) -> Architecture:
@@ -91,8 +87,6 @@ def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in READABLE:
         raise InexpressibleError(f"model_type must be one of {', '.join(READABLE)}, got {kind!r}")
     rope = settings.get("rope_parameters") or settings
-    if problem := rope_problem(rope):
-        raise InexpressibleError(problem)
     family = FAMILIES[READABLE[kind]]
     biased = "all" if settings.get("attention_bias") else "none"
     section = {

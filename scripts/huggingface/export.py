@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.huggingface.config_json import InexpressibleError, architecture, config_json
+from models.huggingface.architectures import InexpressibleError
+from models.huggingface.config_json import architecture, config_json
 from models.huggingface.tensors import their_tensors
 from models.units import flat_shape
 from scripts.command import check_free

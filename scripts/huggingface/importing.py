@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from models.huggingface.architectures import InexpressibleError
 from models.huggingface.config_json import (
-    InexpressibleError,
     differences,
     max_positions,
     model_section,

@@ -6,7 +6,8 @@ from shlex import quote
 from typing import Any
 
 from models.families import model_size
-from models.huggingface.config_json import InexpressibleError, architecture
+from models.huggingface.architectures import InexpressibleError
+from models.huggingface.config_json import architecture
 from parallel.disk import free_name
 from spectral.batching import grouped
 from training.config import Config

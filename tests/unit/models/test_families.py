@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.blocks.compiled import fuse_blocks_
 from models.families import FAMILIES
-from models.huggingface.config_json import InexpressibleError, architecture, config_json
+from models.huggingface.architectures import InexpressibleError
+from models.huggingface.config_json import architecture, config_json
 from models.huggingface.tensors import their_tensors
 from models.layout import ChunkSpec
 from parallel.comm.groups import Groups
