@@ -1,13 +1,12 @@
 """Uses names, classes and attributes in the model to infer how a weight divides into matrices.
 
 The model is not run. A weight counts as a single matrix under two conditions: nothing suggests that
-it holds several matrices, and a nearby layer has as many inputs as the weight has outputs. If a
-weight's division is unclear, an error lists the remedies.
+it holds several matrices, and a nearby layer has as many inputs as the weight has outputs.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise, takewhile
@@ -25,7 +24,6 @@ from .model_weights import (
     Weight,
     is_transposed,
     kind_of,
-    listed,
 )
 from .weight_use import Seen
 
@@ -103,11 +101,6 @@ WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 """Names that adapters insert between layer and parameter names."""
 
 
-class Unclear(ValueError):
-    """The division of a weight is unclear. The message is the end of a sentence that starts with
-    the weight's name."""
-
-
 class KnownWeights:
     """Uses names, classes and attributes to infer how a model's weights divide into matrices."""
 
@@ -121,27 +114,8 @@ class KnownWeights:
         heads = [head for head in _heads(model) if head in self.layers.slices]
         self.heads = {id(p) for head in heads for p in (self._last(head) or head).parameters()}
 
-    def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
-        """Return the weights' divisions. Raise ValueError if any division is unclear."""
-        answers, unclear = dict[str, Seen](), dict[str, str]()
-        for weight in weights:
-            try:
-                answers[weight.name] = self.answer(weight)
-            except Unclear as error:
-                unclear[weight.name] = str(error)
-        if unclear:
-            shown, first = listed(unclear), next(iter(unclear))
-            raise ValueError(
-                f"{shown}\npass split_parameters one of these arguments:\n"
-                "- example=(...), the arguments of a forward pass\n"
-                f"- units={{{first!r}: {{'rows': [n]}}}}, with the row count of each matrix\n"
-                f"- units={{{first!r}: {{}}}}, for a single matrix\n"
-                "- elementwise=[...], with the weights or modules to update with AdamW"
-            )
-        return answers
-
     def answer(self, weight: Weight) -> Seen:
-        """Return a weight's division into matrices, or raise `Unclear`."""
+        """Return a weight's division into matrices, or raise ValueError."""
         parameter, module = weight.parameter, weight.module
         norm = NORMS.search(kind_of(module)) or isinstance(module, nn.LayerNorm)
         if GAINS.search(weight.own) or (weight.is_layer and norm):
@@ -164,14 +138,14 @@ class KnownWeights:
             sizes = {x.inputs for x in self.layers.within(headed) if x.multiplies} or {0}
             if sizes & {0, outputs} and all(inner is not headed for _, inner in weight.path):
                 why = f"{kind_of(headed)} may divide its inputs into heads"
-                raise Unclear(f" looks like several matrices fused into one: {why}")
+                raise ValueError(f"looks like several matrices fused into one: {why}")
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
         """Return a weight's division and the evidence for it.
 
-        The weight must not be a gain, head, router or table. Raises `Unclear` if names, classes and
-        attributes do not determine the division.
+        The weight must not be a gain, head, router or table. Raises ValueError if names, classes
+        and attributes do not determine the division.
         """
         module, shape = weight.module, weight.parameter.shape
         transposed = weight.is_layer and is_transposed(module)
@@ -179,7 +153,7 @@ class KnownWeights:
             if module.groups > 1:
                 outputs = module.out_channels // module.groups
                 if outputs > 1 and projection_of(weight.own_name):
-                    raise Unclear(" may contain several heads in each group of the convolution")
+                    raise ValueError("may contain several heads in each group of the convolution")
                 division = Division(rows=(outputs,))
                 if transposed:
                     division = Division(transposed=True, groups=module.groups)
@@ -222,10 +196,12 @@ class KnownWeights:
             elif not ATTENTION.search(name) and _is_attention(around):
                 problem = ": its attention module also projects heads"
         if problem:
-            raise Unclear(f" looks like several matrices fused into one{problem}")
+            raise ValueError(f"looks like several matrices fused into one{problem}")
         multiplies = not linear and not PRODUCTS.isdisjoint(words := self.words.of(module))
         if not weight.is_layer or (multiplies and "linear" not in words):
-            raise Unclear(" is not a linear layer's weight, so its outputs may be rows or columns")
+            raise ValueError(
+                "is not a linear layer's weight, so its outputs may be rows or columns"
+            )
         return (outputs,), "one matrix"
 
     def _names(self, weight: Weight) -> Iterator[tuple[str, nn.Module]]:
@@ -252,7 +228,7 @@ class KnownWeights:
         """Return whether a layer is an output layer, and the evidence.
 
         The layer's name must suggest a single matrix. The evidence is the layer's name or the input
-        sizes of other layers. Raises Unclear if no nearby layer uses all of the layer's outputs.
+        sizes of other layers. Raises ValueError if no nearby layer uses all of the layer's outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
         inputs = weight.parameter.numel() // outputs
@@ -265,7 +241,7 @@ class KnownWeights:
         if found:
             return True, found
         if why := self._contained(weight, layer):
-            raise Unclear(f" looks like several matrices fused into one: {why}")
+            raise ValueError(f"looks like several matrices fused into one: {why}")
         for _, scope in scopes if found is None else ():
             later = self.layers.after(inner, scope)
             if any(x.inputs == outputs for x in self.layers.before(inner, scope) + later):
@@ -275,14 +251,14 @@ class KnownWeights:
         if scopes and outputs == _first(scopes[0][1], f"{HEAD_COUNTS} num_v_heads"):
             return False, "one output per head of attention"
         why = f"no layer uses its {outputs} outputs"
-        raise Unclear(f" looks like an output head or several matrices fused into one: {why}")
+        raise ValueError(f"looks like an output head or several matrices fused into one: {why}")
 
     def _outside(self, weight: Weight, layer: Layer) -> str | None:
         """Return the evidence that a layer outside repeated blocks is an output layer, or "".
 
         Returns None if another layer could use the layer's outputs: the answer then depends on the
-        layers in the enclosing modules. Raises Unclear if the layer could be either an output layer
-        or a single matrix.
+        layers in the enclosing modules. Raises ValueError if the layer could be either an output
+        layer or a single matrix.
         """
         later, again, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == layer.outputs}
@@ -300,7 +276,7 @@ class KnownWeights:
         elif reason.endswith(": a head") and mixer:
             why = f"{mixer} adds or multiplies activations after it"
         if why:
-            raise Unclear(f" could be an output head or a single matrix: {why}")
+            raise ValueError(f"could be an output head or a single matrix: {why}")
         return reason
 
     def _user(self, weight: Weight) -> str:
@@ -468,10 +444,10 @@ class KnownWeights:
         transposed: Any = getattr(module, "is_transposed", None)
         fused = is_fused(weight.own_name)
         if not (named and isinstance(transposed, bool) and len(shape) == 3):
-            raise Unclear(f" has shape {shape}, and its two matrix axes are unknown")
+            raise ValueError(f"has shape {shape}, and its two matrix axes are unknown")
         rows = shape[1 + transposed]
         if fused and rows % 2:
-            raise Unclear(f" must have an even number of rows, got {rows}")
+            raise ValueError(f"must have an even number of rows, got {rows}")
         division = Division(stacked=True, transposed=transposed)
         if not fused:
             return division, "experts"

@@ -61,7 +61,7 @@ def listed(problems: Mapping[str, str], most: int = 10) -> str:
         groups[pattern_of(name), problem].append(name)
     shown = [*groups.items()][:most]
     lines = [
-        (f"{len(names)} x {pattern}" if len(names) > 1 else names[0]) + problem
+        (f"{len(names)} x {pattern}" if len(names) > 1 else names[0]) + f": {problem}"
         for (pattern, problem), names in shown
     ]
     left = len(problems) - sum(len(names) for _, names in shown)

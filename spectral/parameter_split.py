@@ -7,15 +7,16 @@ on an example (`watch.py`) or, without an example, by names, classes and attribu
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from .division import Division
 from .known_weights import EMBEDDINGS, HEADS, KnownWeights, is_fused
-from .model_weights import CONVOLUTIONS, Weight, is_embedding, pattern_of, weights_of
+from .model_weights import CONVOLUTIONS, Weight, is_embedding, listed, pattern_of, weights_of
 from .watch import watch
 from .weight_use import Seen
 
@@ -153,8 +154,9 @@ def split_parameters(
             flattened, or no parameter is left for the optimizer's rule.
         TypeError: if `module`, `units` or an entry of `elementwise` has the wrong type.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        kind = type(module).__name__
+        raise TypeError(f"module must be a torch.nn.Module without torch.jit.script, got {kind}")
     overrides = _divisions({} if units is None else units)
     weights, apart = [*weights_of(module)], _apart(module, elementwise)
     given, unused = dict[str, Seen](), set(overrides)
@@ -166,13 +168,7 @@ def split_parameters(
         unused -= own.keys()
         if (answer := _given(weight, own, apart)) is not None:
             given[weight.name] = answer
-    if example is not None:
-        rest = [w for w in weights if given.get(w.name) not in (VECTOR, EMBEDDING)]
-        followed = {w.name: w.parameter for w in rest if w.parameter.ndim > 1}
-        vectors = {w.name: w.parameter for w in weights if given.get(w.name) == VECTOR}
-        given |= watch(module, followed, vectors, example, given)
-    else:
-        given |= KnownWeights(module).answers([w for w in weights if w.name not in given])
+    given |= _detected(module, weights, given, example)
     groups: dict[Division, list[tuple[str, nn.Parameter]]] = {}
     others: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}  # by weight decay
     rows = []
@@ -212,6 +208,39 @@ def split_parameters(
     return ParameterSplit(module, chosen, rows, replicas, frozen)
 
 
+def _detected(
+    module: nn.Module, weights: Sequence[Weight], given: Mapping[str, Seen], example: Any
+) -> dict[str, Seen]:
+    """Return the divisions of all weights that are not in `given`.
+
+    Raises ValueError if the division of any weight is unclear.
+    """
+    if example is None:
+        answer: Callable[[Weight], Seen] = KnownWeights(module).answer
+    else:
+        rest = [w for w in weights if given.get(w.name) not in (VECTOR, EMBEDDING)]
+        followed = {w.name: w.parameter for w in rest if w.parameter.ndim > 1}
+        vectors = {w.name: w.parameter for w in weights if given.get(w.name) == VECTOR}
+        answer = watch(module, followed, vectors, example)
+    seen, problems = dict[str, Seen](), dict[str, str]()
+    for weight in weights:
+        if weight.name not in given:
+            try:
+                seen[weight.name] = answer(weight)
+            except ValueError as error:
+                problems[weight.name] = str(error)
+    if problems:
+        first = next(iter(problems))
+        raise ValueError(
+            f"{listed(problems)}\npass split_parameters one of these arguments:\n"
+            "- example=(...), the arguments of a forward pass that uses the weight\n"
+            f"- units={{{first!r}: {{'rows': [n]}}}}, with the row count of each matrix\n"
+            f"- units={{{first!r}: {{}}}}, for a single matrix\n"
+            "- elementwise=[...], with the weights or modules to update with AdamW"
+        )
+    return seen
+
+
 def check_name(name: str) -> None:
     """Raise ValueError if a name suggests an embedding, an output head or fused matrices."""
     last = name.partition(".parametrizations")[0].removesuffix(".weight").rpartition(".")[2]
@@ -238,7 +267,8 @@ def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
         try:
             divisions[pattern] = Division.of(value)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"pattern {pattern!r:.80}: {error}") from None
+            message = str(error).replace("units", f"units[{pattern!r:.80}]", 1)
+            raise type(error)(message) from None
     return divisions
 
 

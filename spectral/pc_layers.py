@@ -24,7 +24,7 @@ from .batching import grouped
 from .division import Division, narrowed
 from .effective_weight import Preconditioner
 from .ieee_products import without_autocast
-from .known_weights import KnownWeights, Unclear
+from .known_weights import KnownWeights
 from .local_part import is_dtensor, placed_as
 from .model_weights import weights_of
 from .odd_polynomial import Level, stages
@@ -206,8 +206,8 @@ def preconditioned(
     for layer, weight in weights.items():
         try:
             divisions[layer], _ = weights_by_name.division(weight)
-        except Unclear as error:
-            raise ValueError(f"{weight.name}{error}; leave {layer} out of blocks") from None
+        except ValueError as error:
+            raise ValueError(f"{weight.name}: {error}; leave {layer} out of blocks") from None
     for layer, division in divisions.items():
         _register(weights[layer].module, division, Preconditioner(level=level))
     return [*weights]

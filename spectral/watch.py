@@ -26,7 +26,7 @@ operations in the order above and record sets of columns (`columns.py`). `Use.ve
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial, reduce
@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .columns import Columns, Sums
 from .local_part import is_dtensor
-from .model_weights import listed
+from .model_weights import Weight, listed
 from .shadow import NONE, Shadows, condensed, is_strided, tensors_in
 from .undisturbed import copied, undisturbed
 from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
@@ -98,9 +98,8 @@ def watch(
     weights: Mapping[str, Tensor],
     vectors: Mapping[str, Tensor],
     example: Any,
-    given: Container[str],
-) -> dict[str, Seen]:
-    """Run a forward pass, and return the division that it reveals for each weight.
+) -> Callable[[Weight], Seen]:
+    """Run a forward pass. Return a function that returns the division of a weight.
 
     Args:
         model: the model. Parameters, gradients, buffers, modes and attributes (including lists,
@@ -109,11 +108,10 @@ def watch(
         vectors: parameters that must not be used as matrices in a matmul.
         example: the model's arguments (a tensor, a tuple or a mapping), or a function that runs the
             pass.
-        given: the names of weights that are followed, but not divided.
 
     Raises:
-        ValueError: if a weight is sharded or on the meta device, if the pass does not use a weight
-            or hides its use, if no `Division` matches a weight, or if the pass creates parameters.
+        ValueError: if a weight is sharded or on the meta device, or if the pass creates parameters
+            or uses a vector as a matrix. The returned function raises as `Use.verdict` does.
     """
     for name, weight in weights.items():
         if is_dtensor(weight) or weight.is_meta:
@@ -148,21 +146,10 @@ def watch(
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
     taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}
-    seen, problems = {}, {name: f": {problem}" for name, problem in watched.flat.items()}
-    for use in (use for use in uses if use.name not in given):
-        try:
-            seen[use.name] = use.verdict(taken)
-        except ValueError as error:
-            problems[use.name] = f": {error}"
-    if problems:
-        raise ValueError(
-            listed(problems) + "\nfor each of these weights, pass one of these arguments:\n"
-            "- units={name: {'rows': [n]}}, with the row count of each matrix\n"
-            "- units={name: {}}, for a single matrix\n"
-            "- elementwise=[...], with the weights or modules to update with AdamW\n"
-            "- example=(...), the arguments of a forward pass that uses the weight"
-        )
-    return seen
+    if watched.flat:
+        raise ValueError(listed(watched.flat))
+    by_name = {use.name: use for use in uses}
+    return lambda weight: by_name[weight.name].verdict(taken)
 
 
 def _run(model: nn.Module, example: Any) -> Any:

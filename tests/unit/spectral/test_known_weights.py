@@ -408,29 +408,29 @@ def mixing(layers: str, forward: Any, **members: Any) -> nn.Module:
     return module(enter=MLP(8, 8), mix=module(layers, forward, **members), out=linear(8, 3))
 
 
-HEADS = "enter.layers.0.weight looks like .*Core may divide its inputs into heads"
-INDIVISIBLE = "weight looks like .*heads of Attention do not divide the weight's"
-UNCLEAR = "weight could be an output head or a single matrix:"
-PROJECTION = "mixed.weight looks like .*attention module also projects heads"
-SPLITS = "stem.weight looks like .*Parts splits channels"
+HEADS = "enter.layers.0.weight: looks like .*Core may divide its inputs into heads"
+INDIVISIBLE = "weight: looks like .*heads of Attention do not divide the weight's"
+UNCLEAR = "weight: could be an output head or a single matrix:"
+PROJECTION = "mixed.weight: looks like .*attention module also projects heads"
+SPLITS = "stem.weight: looks like .*Parts splits channels"
 ADAPTER = module("lora_a 8 2, lora_b 2 24")
 GRAPH = module("Graph: weight 8x8", lambda m, x, edges: edges @ (x @ m.weight))
 UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "gate in a module of its own": (
         module(net=nn.Sequential(module("proj 8 24"), nn.Dropout(), linear(12, 8))),
-        "net.0.proj.weight looks like .*no layer uses its 24 outputs",
+        "net.0.proj.weight: looks like .*no layer uses its 24 outputs",
     ),
     "a gate as wide as the last layer's outputs": (
         nn.Sequential(module("Gate: proj 10 24", lambda m, x: F.glu(m.proj(x))), linear(12, 24)),
-        "0.proj.weight looks like .*Gate splits channels",
+        "0.proj.weight: looks like .*Gate splits channels",
     ),
     "convolutional qkv": (
         module(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
-        "to_qkv.weight looks like .*its name is to_qkv",
+        "to_qkv.weight: looks like .*its name is to_qkv",
     ),
     "nine chunks in a block": (
         module(norm=module("linear 8 72"), attn=named(num_heads=2)),
-        "norm.linear.weight looks like .*uses its 72",
+        "norm.linear.weight: looks like .*uses its 72",
     ),
     **{
         f"branches that take parts: {case}": (
@@ -445,21 +445,21 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     },
     "heads in groups": (
         module(to_qkv=nn.Conv1d(24, 24, 1, groups=3), out=nn.Conv1d(8, 8, 1)),
-        "to_qkv.weight may contain several heads in each group",
+        "to_qkv.weight: may contain several heads in each group",
     ),
     "heads that a bare parameter shows": (
         module(gat=module("w 8 12, source 1x3x4, target 1x3x4"), out=linear(12, 4)),
-        "gat.w.weight looks like .*source arranges its 12 outputs along 2 axes",
+        "gat.w.weight: looks like .*source arranges its 12 outputs along 2 axes",
     ),
     "joined outputs": (
         nn.Sequential(nn.Conv2d(16, 8, 3), nn.Conv2d(24, 8, 3), nn.Conv2d(32, 16, 1)),
-        "0.weight looks like .*uses its 8",
+        "0.weight: looks like .*uses its 8",
     ),
     "pixels": (
         nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 3, 3)),
-        "0.weight looks like .*uses its 16",
+        "0.weight: looks like .*uses its 16",
     ),
-    "a projection without heads": (named(), "q_proj.weight looks like .*its name is q_proj"),
+    "a projection without heads": (named(), "q_proj.weight: looks like .*its name is q_proj"),
     "another layer of attention": (named("q_proj k_proj mixed o_proj", num_heads=2), PROJECTION),
     "a convolution of keys that queries scale": (
         named("query key value key_conv_attn_layer", num_heads=2),
@@ -467,7 +467,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "unequal parts": (
         module("inner 8 7, rank 3 8, out 8 8"),
-        "inner.weight looks like .*uses its 7",
+        "inner.weight: looks like .*uses its 7",
     ),
     "heads that do not divide": (named(head_dim=3), f"q_proj.{INDIVISIBLE} 8"),
     "queries narrower than heads": (named(head_dim=4, num_heads=4), f"q_proj.{INDIVISIBLE} 8"),
@@ -489,25 +489,25 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "values of another size": (
         module("qkv 8 24", head_dim=4, v_head_dim=2),
-        "qkv.weight looks like",
+        "qkv.weight: looks like",
     ),
     "adapter of a fused weight": (
         module(gate_in=ADAPTER, o=linear(12, 8)),
-        "gate_in.lora_b.weight looks like .*uses its 24",
+        "gate_in.lora_b.weight: looks like .*uses its 24",
     ),
     "spectral_norm": (
         module(wi=nn.utils.spectral_norm(linear(8, 24)), wo=linear(12, 8)),
-        "wi.weight_orig looks like .*uses its 24",
+        "wi.weight_orig: looks like .*uses its 24",
     ),
     "experts that state no layout": (
         experts("TextExperts: gate_up_proj 2x6x10, down_proj 2x5x6"),
-        r"gate_up_proj has shape \(2, 6, 10\), and its two matrix axes are unknown",
+        r"gate_up_proj: has shape \(2, 6, 10\), and its two matrix axes are unknown",
     ),
     "experts of an odd size": (
         experts("AnyExperts: gate_up_proj 2x9x6, down_proj 2x6x5", is_transposed=False),
-        "gate_up_proj must have an even number of rows, got 9",
+        "gate_up_proj: must have an even number of rows, got 9",
     ),
-    "three dimensions": (module("kernel 3x4x5"), "kernel has shape"),
+    "three dimensions": (module("kernel 3x4x5"), "kernel: has shape"),
     "queries that multiply tokens": (module("queries 4x6"), "its name is queries"),
     "experts in attention": (
         module(mix=module("Mixture:", experts=module("weight 3x8x6"), gate=linear(6, 3))),
@@ -515,11 +515,11 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "focal modulation": (
         module("projection_in 8 19, projection_out 8 8"),
-        "projection_in.weight looks like several matrices",
+        "projection_in.weight: looks like several matrices",
     ),
     "a size that the config alone says": (
         module("Conv: in_proj 8 12", config=module(intermediate_size=6)),
-        "in_proj.weight looks like several matrices",
+        "in_proj.weight: looks like several matrices",
     ),
     "a bare weight": (module("real_weight 4x6"), "may be rows or columns"),
     "a stack of one": (module("fc_weights 1x4x6"), "and its two matrix axes are unknown"),
@@ -527,7 +527,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "a stack of relations": (module("rel 4x8x8"), "and its two matrix axes are unknown"),
     "a product with a weight": (
         module(first=GRAPH, second=copy.deepcopy(GRAPH)),
-        r"(?s)first.weight .*may be rows.*second.weight .*may be rows",
+        r"(?s)first.weight: .*may be rows.*second.weight: .*may be rows",
     ),
     # What the forward pass does with the outputs
     "projections of two towers": (
@@ -569,13 +569,13 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "a first layer, whose outputs are joined": (
         module("enter 16 4", blocks=blocks()),
-        "enter.weight looks like .*uses its 4",
+        "enter.weight: looks like .*uses its 4",
     ),
     "a last layer of gates": (
         module(
             cell=module("Cell: g 8 32", lambda m, h: m.norm(m.g(h)).chunk(4, -1)), up=linear(32, 8)
         ),
-        "cell.g.weight looks like .*Cell splits channels",
+        "cell.g.weight: looks like .*Cell splits channels",
     ),
     "values of heads that are joined": (
         module(
@@ -583,7 +583,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             lambda m, x: torch.cat(torch.chunk(m.v_proj(x).view(2, 4, -1), 2), -1),
             num_heads=2,
         ),
-        "v_proj.weight looks like .*heads of Diff .* or are concatenated",
+        "v_proj.weight: looks like .*heads of Diff .* or are concatenated",
     ),
     "queries beside a token that no layer projects": (
         module(
@@ -591,15 +591,15 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             to_q=module("Conv: net 8 8", lambda m, x: torch.cat([x[:1], m.net(x)])),
             heads=2,
         ),
-        "to_q.net.weight looks like .*heads of Attention .* or are concatenated",
+        "to_q.net.weight: looks like .*heads of Attention .* or are concatenated",
     ),
     "channels that a slice takes apart": (
         images(ghost(lambda m, x: m.b(x[:, :4]))),
-        "0.weight looks like .*Ghost splits channels",
+        "0.weight: looks like .*Ghost splits channels",
     ),
     "channels that a function takes apart": (
         images(ghost(lambda m, x: m.b(first_half(x)))),
-        "0.weight looks like .*Ghost splits channels",
+        "0.weight: looks like .*Ghost splits channels",
     ),
     "outputs of several pixels": (
         nn.Sequential(
@@ -607,7 +607,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             module("Split:", lambda m, x: F.pixel_shuffle(m.up(x), 2), up=nn.Conv2d(8, 32, 1)),
             nn.Conv2d(8, 4, 1),
         ),
-        "1.up.weight looks like .*Split splits channels",
+        "1.up.weight: looks like .*Split splits channels",
     ),
     # Heads of the outputs of an earlier layer
     "tokens that generated layers mix by heads": (
@@ -631,18 +631,18 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "keys narrower than queries": (
         module("A: to_q 8 8, to_kv 8 4", heads=4),
-        "to_kv.weight looks like .*: the heads of A",
+        "to_kv.weight: looks like .*: the heads of A",
     ),
     "a projection that may be [in, out]": (
         module("A: proj_k 16x4", head_dim=4),
-        "proj_k looks like .*its name is proj_k",
+        "proj_k: looks like .*its name is proj_k",
     ),
     "a layer whose transpose is a later layer": (
         module(
             "Tied: up 8 6, down 6 4",
             lambda m, x: F.linear(m.down(m.up(x)), m.down.weight.t()),
         ),
-        "down.weight could be an output head .*: Tied also uses its weight directly",
+        "down.weight: could be an output head .*: Tied also uses its weight directly",
     ),
     "a layer before a weight of another layer": (
         module(
@@ -653,7 +653,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             down=linear(8, 6),
             up=linear(6, 8),
         ),
-        "up.weight could be an output head .*: Tied adds or multiplies activations after it",
+        "up.weight: could be an output head .*: Tied adds or multiplies activations after it",
     ),
     "a gate that a norm and a wrapper hide": (
         module(
@@ -661,7 +661,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             lambda m, x: m.out(operator.mul(*m.inner(x).chunk(2, -1))),
             inner=module("Inner: wide 8 16", lambda m, x: m.norm(m.wide(x)), norm=nn.LayerNorm(16)),
         ),
-        "inner.wide.weight looks like .*Gate splits channels",
+        "inner.wide.weight: looks like .*Gate splits channels",
     ),
     "a gate whose layers a wrapper contains": (
         module(
@@ -669,7 +669,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             lambda m, x: m.out(operator.mul(*m.inner(x).chunk(2, -1))),
             inner=module("Inner:", lambda m, x: m.layers(x), layers=module("wide 8 8, last 8 8")),
         ),
-        "inner.layers.last.weight looks like .*Gate splits channels",
+        "inner.layers.last.weight: looks like .*Gate splits channels",
     ),
     "attention with a norm whose inputs other layers project": (
         mixing("Core:", normed, norm=nn.LayerNorm(4)),
@@ -680,15 +680,15 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             "first 12 8, side 8 5, other 8 3, end 8 2",
             lambda m, x: m.end(torch.cat([m.side(y := m.first(x)), m.other(y)], -1)),
         ),
-        "side.weight looks like .*no layer uses its 5 outputs",
+        "side.weight: looks like .*no layer uses its 5 outputs",
     ),
     "outputs of the layer that a model names last": (
         module("end 13 3, last 8 5", lambda m, x: m.end(torch.cat([m.last(x), x], -1))),
-        "last.weight looks like .*no layer uses its 5 outputs",
+        "last.weight: looks like .*no layer uses its 5 outputs",
     ),
     "a mix of heads": (
         module("Attend:", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
-        "pre.weight looks like .*it mixes the 4 heads",
+        "pre.weight: looks like .*it mixes the 4 heads",
     ),
 }
 
@@ -706,7 +706,7 @@ def test_all_unclear_weights_are_in_one_error() -> None:
     names = [f"w{i}" for i in range(12)]
     bare = nn.ParameterDict({name: nn.Parameter(torch.ones(8, 8)) for name in names})
     with pytest.raises(
-        ValueError, match="(?s)^2 x blocks.[*].qkv.weight looks.*bare.w0 is"
+        ValueError, match="(?s)^2 x blocks.[*].qkv.weight: looks.*bare.w0: is"
     ) as error:
         layers = nn.ModuleList(Block(qkv=linear(8, 24)) for _ in range(2))
         split_parameters(module("Model:", blocks=layers, bare=bare))
@@ -883,7 +883,7 @@ CONVOLUTIONS = {"wide": nn.Conv2d(8, 8, 1), "out": nn.Conv2d(8, 8, 1)}
 )
 def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(layer: nn.Module) -> None:
     why = "(splits channels|calls code that cannot be read)"
-    with pytest.raises(ValueError, match=f"1.wide.weight looks like .*{why}"):
+    with pytest.raises(ValueError, match=f"1.wide.weight: looks like .*{why}"):
         split_parameters(nn.Sequential(linear(8, 8), layer, linear(8, 3)))
 
 
@@ -906,7 +906,7 @@ def test_a_layer_in_a_container_may_be_cut_by_the_module_around(container: Any) 
     inner: Any = branch(lambda m, x: m.out(m.wide[0](x).chunk(2, -1)[0]), 4)
     inner.wide = container(inner.wide)
     model = nn.Sequential(linear(8, 8), inner, linear(8, 3))
-    with pytest.raises(ValueError, match=r"^1.wide.*weight looks like .*Branch splits channels"):
+    with pytest.raises(ValueError, match=r"^1.wide.*weight: looks like .*Branch splits channels"):
         split_parameters(model)
 
 
@@ -1065,7 +1065,7 @@ def test_halves_of_the_size_of_the_next_layer_are_refused() -> None:
     flow = module("Flow: first 4 8, both 8 8, out 8 8", coupled)
     model = nn.Sequential(flow, copy.deepcopy(flow), linear(8, 4))
     units: Any = {"*.first.weight": {}}
-    with pytest.raises(ValueError, match="^0.both.weight looks like .*Flow splits channels"):
+    with pytest.raises(ValueError, match="^0.both.weight: looks like .*Flow splits channels"):
         split_parameters(model, units=units)
     halves = {"rows": [4]}  # the second flow also splits the outputs of the first
     found = rules(model, units=units | {"*.both.weight": halves, "0.out.weight": halves})
@@ -1084,7 +1084,7 @@ def test_one_output_a_head_is_a_gate() -> None:
     assert rules(trunk({"attention": attention}))["blocks.0.attention.gate"] == "spectral"
     positions = nn.Sequential(linear(2, 16), nn.ReLU(), linear(16, 4))
     biased = module("Attention:", num_v_heads=4, bias=positions)
-    with pytest.raises(ValueError, match=r"bias.2.weight .*no layer uses its 4 outputs"):
+    with pytest.raises(ValueError, match=r"bias.2.weight: .*no layer uses its 4 outputs"):
         split_parameters(trunk({"attention": biased}))
 
 

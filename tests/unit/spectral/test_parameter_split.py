@@ -26,7 +26,7 @@ FUSED = "Wqkv in_proj w13 gate_up c_attn qkv_proj W_pack kv to_kv w_gu gateup ke
 
 @pytest.mark.parametrize("name", [*FUSED.split(), "v_gate"])
 def test_an_unknown_fused_weight_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}.weight looks like several matrices"):
+    with pytest.raises(ValueError, match=f"{name}.weight: looks like several matrices"):
         split_parameters(fused(torch.randn(12, 4), name))
 
 
@@ -42,7 +42,7 @@ def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: 
         rows = {row.name: row for row in split_parameters(block).rows}
         assert rows["wi.weight"].matrices == rows["wo.0.weight"].matrices == 1
         return
-    with pytest.raises(ValueError, match="wi.weight looks like .*uses its"):
+    with pytest.raises(ValueError, match="wi.weight: looks like .*uses its"):
         split_parameters(block)
     end = block.pop("end")
     block.update({"next": nn.Linear(outputs, 6), "end": end})  # `next` uses all outputs
@@ -157,9 +157,16 @@ WRONG: list[Any] = [
         MODEL,
         {"units": {"0*": {"row": []}}},
         ValueError,
-        r"pattern '0\*': keys of units must be among rows, .* got row",
+        r"keys of units\['0\*'\] must be among rows, .* got row",
     ),
-    (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
+    (
+        MODEL,
+        {"units": {"0*": {"rows": []}, "*": {"rows": [0]}}},
+        ValueError,
+        r"units\['\*'\]\['rows'\] must be a list of positive integers, got \[0\]",
+    ),
+    (torch.jit.script(MODEL), {}, TypeError, "without torch.jit.script, got RecursiveScriptModule"),
+    (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module.* got generator"),
 ]
 
 

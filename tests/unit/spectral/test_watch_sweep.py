@@ -360,13 +360,10 @@ def divisions(model: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[st
     """Return the division of each weight, with None for AdamW, and the reasons why weights were
     refused."""
     refused: dict[str, str] = {}
-    lines_of = mock.Mock(side_effect=lambda found: "\n".join(n + p for n, p in found.items()))
+    lines_of = mock.Mock(side_effect=lambda found: "\n".join(f"{n}: {p}" for n, p in found.items()))
     for _ in range(1000):
         try:
-            with (
-                mock.patch("spectral.known_weights.listed", lines_of),
-                mock.patch("spectral.watch.listed", lines_of),
-            ):
+            with mock.patch("spectral.parameter_split.listed", lines_of):
                 split = split_parameters(model, units={n: {} for n in refused}, **options)
             break
         except ValueError as error:
