@@ -4,8 +4,7 @@ import dis
 import inspect
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, cached_property, partial, partialmethod
 from importlib.machinery import ModuleSpec
@@ -105,7 +104,8 @@ class ForwardWords:
                     continue
                 for owner, called in _called(module, local, function.__globals__, path):
                     inner = self._read(owner, children if owner is module else {}, called, known)
-                    words += [getattr(called, "__name__", word), *_twice(inner)]
+                    twice = [w for i, w in enumerate(inner) if inner[:i].count(w) < 2]
+                    words += [getattr(called, "__name__", word), *twice]
         return known.get(code, [])
 
 
@@ -124,15 +124,6 @@ def _is_opaque(function: Any) -> bool:
 def is_bare(module: nn.Module) -> bool:
     """Return whether a module has no parameters."""
     return next(module.parameters(), None) is None
-
-
-def _twice(words: Iterable[str]) -> Iterator[str]:
-    """Yield words, dropping the third and later occurrences of each."""
-    counts = Counter[str]()
-    for word in words:
-        counts[word] += 1
-        if counts[word] <= 2:
-            yield word
 
 
 def _local_values(function: Any) -> dict[str, Any]:

@@ -68,14 +68,12 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
         return value  # fast path, because modules have many attributes
     if id(value) in copies:
         return copies[id(value)]
-    numpy = sys.modules.get("numpy")
     own: Any = value
+    package = type(value).__module__.partition(".")[0]
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.untyped_storage() not in parameters:
             own = value.detach().clone()
-    elif isinstance(value, (random.Random, torch.Generator)) or (
-        numpy is not None and isinstance(value, (numpy.ndarray, numpy.random.Generator))
-    ):
+    elif isinstance(value, (random.Random, torch.Generator)) or package == "numpy":
         own = copy.deepcopy(value)
     elif isinstance(value, (dict, list, set)):
         own = value.copy() if type(value) is OrderedDict else copy.copy(value)

@@ -651,9 +651,6 @@ class Watch(TorchDispatchMode):
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
         elif EXTREMES.fullmatch(name):
             self._hide([source], f"{name} of part of the outputs")
-        else:
-            for use in self.numbers.beneath(columns):
-                use.reduced = f", except in a {name.rpartition('_')[2]} of some of the outputs"
 
     def _contract(self, source: Tensor, axes: set[int], out: Tensor) -> bool:
         """Follow a sum of products with a weight over `axes` if it computes a matmul."""

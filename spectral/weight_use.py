@@ -55,7 +55,6 @@ class Use:
     returned: bool = False  # its outputs are the model's outputs
     in_loss: bool = False  # its outputs enter the loss or a norm
     hidden: str = ""  # the operation that hides the use of its outputs
-    reduced: str = ""  # a mean or norm of part of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that matmuls sum over
     outputs: set[int] = field(default_factory=set)  # output axes
@@ -179,7 +178,8 @@ class Use:
             raise ValueError(f"{count - len(used)} of this weight's {count} outputs are unused")
         if not (reached or self.ended):
             raise ValueError(
-                "the forward pass neither used nor returned this weight's outputs" + self.reduced
+                "the forward pass neither used nor returned this weight's outputs, except perhaps "
+                "in a mean or norm"
             )
         head = Seen(None, "its outputs reach no further layer: a head")
         return Seen(division, self._reason()) if reached else head
@@ -341,8 +341,10 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
         if all(whole) or (stride == 1 and period < len(lengths) and any(whole[:period])):
             return stride, lengths[: _period(lengths)] if len(lengths) > 1 else ()
     found = [[i for i, x in enumerate(labels) if x == label] for label in dict.fromkeys(labels)]
-    shown = "; ".join(map(_ranges, found[:4]))
-    raise ValueError(f"the outputs in each matrix must have a constant stride, got outputs {shown}")
+    shown = ", ".join(str(outputs[:8]) for outputs in found[:4])
+    raise ValueError(
+        f"the outputs in each matrix must have a constant stride, got matrices of outputs {shown}"
+    )
 
 
 def _period(values: Any) -> int:
@@ -350,10 +352,3 @@ def _period(values: Any) -> int:
     count = len(values)
     periods = (n for n in range(1, count) if count % n == 0)
     return next((n for n in periods if values == values[:n] * (count // n)), count)
-
-
-def _ranges(indices: list[int]) -> str:
-    """Format indices as `0-3, 8-11`."""
-    runs = [[*run] for _, run in groupby(enumerate(indices), lambda item: item[1] - item[0])]
-    spans = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs]
-    return ", ".join([*spans[:6], *["..."] * (len(spans) > 6)])

@@ -187,6 +187,8 @@ def test_coefficients_must_be_finite(value: float) -> None:
 
 def test_a_layer_that_is_refused_leaves_the_others_as_they_are() -> None:
     model = nn.ModuleDict({"plain": nn.Linear(4, 4), "W_pack": nn.Linear(4, 12)})
-    with pytest.raises(ValueError, match=r"^W_pack.weight: looks like several .*; leave W_pack out"):
+    with pytest.raises(
+        ValueError, match=r"^W_pack.weight: looks like several .*; leave W_pack out"
+    ):
         preconditioned(model, blocks=["*"])
     assert [name for name, _ in model.named_parameters()][0] == "plain.weight"
