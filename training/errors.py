@@ -12,6 +12,13 @@ from typing import Final
 from parallel.error_text import os_error_text
 
 
+TOKEN_FILES: Final = (
+    "to use nanoGPT's .bin or .npy token files, index them with the script in docs/data.md under "
+    "'Token files without an index'"
+)
+"""Advice for token files that are given in place of text or of an indexed dataset."""
+
+
 class InputError(ValueError):
     """Raised for invalid input. The message names the input, and states the rule and the value that
     violates it."""

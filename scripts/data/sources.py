@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from scripts.data.hub import HubInput, parse_hub_input
-from training.errors import DataError, near_name
+from training.errors import TOKEN_FILES, DataError, near_name
 
 NAMES: Final = re.compile(
     r".*(?P<kind>\.txt|\.md|\.jsonl|\.ndjson|\.json)(\.gz|\.xz|\.zst|\.zstd)?|.*\.parquet",
@@ -23,7 +23,7 @@ SUFFIXES = (
 )
 REMEDY: Final = (
     "for other names of text or rows, create a link with one of these suffixes; for CSV, pass "
-    "hf:FOLDER"
+    f"hf:FOLDER; {TOKEN_FILES}"
 )
 SHARD_FILE: Final = "shard.json"
 """Name of the file that describes a shard, in the shard's folder."""

@@ -17,7 +17,7 @@ from training.data.document_index import CODES, HEADER, MAGIC, Borders, Document
 from training.data.document_index import SPREAD as SPREAD_WINDOWS
 from training.data.hashes import BlockHashes, file_sha256
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
-from training.errors import DataError, MissingSetError
+from training.errors import TOKEN_FILES, DataError, MissingSetError
 
 _SCAN = 1 << 24  # number of tokens read at a time when scanning a whole set
 
@@ -371,8 +371,11 @@ def no_file(name: str, prefix: str, suffix: str) -> str:
     path = Path(prefix)
     folder = path if path.is_dir() else path.parent
     sets = sorted(str(each.with_suffix("")) for each in folder.glob("*.idx"))[:4]
-    rule = "path must be a prefix without .bin and .idx, such as"
-    hint = f"; {rule} {', '.join(sets)}" if sets and suffix == ".idx" else ""
+    hint = ""
+    if sets and suffix == ".idx":
+        hint = f"; path must be a prefix without .bin and .idx, such as {', '.join(sets)}"
+    elif any(os.path.isfile(prefix + end) for end in ("", ".bin", ".npy")):
+        hint = f"; {TOKEN_FILES}"
     return f"token set {name}: file {prefix}{suffix} does not exist{hint}"
 
 

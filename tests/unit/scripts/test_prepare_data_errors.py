@@ -120,6 +120,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
                   r"latin.txt is not UTF-8: byte 0xe9 at offset 8003"),
     "empty.txt": (b"", r"token set set.train would be empty: no documents in .*empty.txt"),
     "data.csv": (b"a,b", r"the suffix of .*data.csv must be one of .txt.*for CSV, pass hf:FOLDER"),
+    "tokens.npy": (b"\x93NUMPY", r"tokens.npy must be one of .txt.*nanoGPT.*docs/data.md"),
     "not.txt.zst": (b"plain text", r"cannot read .*not.txt.zst: "),
     "not.parquet": (b"plain text", r"cannot read .*not.parquet: "),
     "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n',

@@ -3,6 +3,7 @@ startup or on first use."""
 
 import hashlib
 import math
+import re
 import shutil
 import struct
 from collections import Counter
@@ -18,6 +19,7 @@ import pytest
 
 from scripts import prepare_data
 from scripts.verify import main as verified
+from tests.paths import ROOT
 from tests.token_files import write_manifest, write_stream
 from tests.unit.training.data.conftest import sampler
 from training.data import hashes, token_set
@@ -77,6 +79,27 @@ def test_the_sets_of_the_folder_are_named_for_a_wrong_prefix(wrong: str, tmp_pat
     rule = f"does not exist; path must be a prefix without .bin and .idx, such as {prefix}$"
     with pytest.raises(DataError, match=rule):
         TokenSet("set", tmp_path / wrong, 8)
+
+
+@pytest.mark.parametrize("kind", ["bin", "npy"])
+def test_token_files_without_an_index_are_read_after_the_script_of_the_page(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokens = np.array([7, 8, 9, 50256, 1, 2, 50256, 5], dtype=np.uint16)
+    path = tmp_path / f"train.{kind}"
+    tokens.tofile(path) if kind == "bin" else np.save(path, tokens)
+    for wrong in ("train", path.name):
+        with pytest.raises(DataError, match="does not exist; .*under 'Token files without an ind"):
+            TokenSet("set", wrong, 3)
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    if kind == "npy":
+        script = re.sub(r"tokens = .*# for .npy: (.*)", r"tokens = \1", script)
+    exec(compile(script, "docs/data.md", "exec"), {})
+    indexed = TokenSet("set", "indexed", 3)
+    assert indexed.documents() == 3
+    np.testing.assert_array_equal(indexed.read(0, len(tokens)), tokens)
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
