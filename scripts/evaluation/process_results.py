@@ -12,12 +12,12 @@ Pair = tuple[float, float]
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, Pair]:
-    """Return the same pair for each metric, by name: the document's log-likelihood and size in
-    bytes."""
+    """Return the document's log-likelihood and size in bytes, for bits per byte and for its
+    standard error."""
     (likelihood,) = results
-    pair = (likelihood, doc["bytes"])
-    names = ("bits_per_byte", "byte_perplexity")
-    return {name + end: pair for name in names for end in ("", "_standard_error")}
+    return dict.fromkeys(
+        ("bits_per_byte", "bits_per_byte_standard_error"), (likelihood, doc["bytes"])
+    )
 
 
 def error_of_bits(items: Sequence[Pair]) -> float:
@@ -30,9 +30,3 @@ def error_of_bits(items: Sequence[Pair]) -> float:
     squares = sum((likelihood - ratio * size) ** 2 for likelihood, size in items)
     n = len(items)
     return math.sqrt(squares * n / (n - 1)) / total / math.log(2)
-
-
-def error_of_perplexity(items: Sequence[Pair]) -> float:
-    """Return the standard error of byte perplexity, to first order."""
-    mean = sum(likelihood for likelihood, _ in items) / sum(size for _, size in items)
-    return math.exp(-mean) * math.log(2) * error_of_bits(items)
