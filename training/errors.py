@@ -11,7 +11,6 @@ from typing import Final
 
 from parallel.error_text import os_error_text
 
-
 TOKEN_FILES: Final = (
     "to use nanoGPT's .bin or .npy token files, index them with the script in docs/data.md under "
     "'Token files without an index'"
