@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from os.path import commonprefix
 from pathlib import Path
 from typing import Final
@@ -84,28 +85,25 @@ def encoded(
     Roughly the first `DECODED` documents are also decoded, then one of every `ONE_IN` documents.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread encodes its chunk on one core
-    pending: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
-    done = 0
+
+    def submitted() -> Iterator[tuple[list[Position], Future[EncodedChunk]]]:
+        done = 0
+        for positions, texts in _chunked(documents):
+            step = 1 if done < DECODED else ONE_IN
+            sample = range(-done % step, len(texts), step)
+            done += len(texts)
+            yield positions, pool.submit(encoder.encode, texts, sample)
+
     with ThreadPoolExecutor(threads) as pool:
         try:
-            for positions, texts in _chunked(documents):
-                step = 1 if done < DECODED else ONE_IN
-                sample = range(-done % step, len(texts), step)
-                done += len(texts)
-                pending.append((positions, pool.submit(encoder.encode, texts, sample)))
-                if len(pending) >= threads * _CHUNKS_PER_THREAD:
-                    yield _result(pending)
+            chunks = submitted()
+            pending = deque(islice(chunks, threads * _CHUNKS_PER_THREAD))
             while pending:
-                yield _result(pending)
+                positions, future = pending.popleft()
+                yield positions, future.result()
+                pending.extend(islice(chunks, 1))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _result(
-    pending: deque[tuple[list[Position], Future[EncodedChunk]]],
-) -> tuple[list[Position], EncodedChunk]:
-    positions, future = pending.popleft()
-    return positions, future.result()
 
 
 def _chunked(

@@ -102,6 +102,10 @@ class SetPlan:
             portions.append(replace(portion, inputs=inputs))
         return replace(self, portions=portions)
 
+    def output(self, *, held_out: bool) -> str:
+        """Return the name of the training set, or of the validation set."""
+        return f"{self.name}.{'validation' if held_out else 'train'}"
+
     def outputs(self) -> dict[str, list[str]]:
         """Return the sources of each token set, keyed by NAME.train or NAME.validation."""
         outputs: dict[str, list[str]] = {}
@@ -112,10 +116,9 @@ class SetPlan:
 
     def outputs_of(self, portion: Portion) -> list[str]:
         """Return the names of the sets that a portion's documents are written to."""
-        train, validation = f"{self.name}.train", f"{self.name}.validation"
-        if portion.held_out:
-            return [validation]
-        return [train, validation] if self.fraction else [train]
+        if portion.held_out or not self.fraction:
+            return [self.output(held_out=portion.held_out)]
+        return [self.output(held_out=held_out) for held_out in (False, True)]
 
     def listing(self) -> Listing:
         """Return the inputs and ignored files of all portions."""
@@ -140,40 +143,11 @@ class Preparation:
             DataError: an input cannot be read, or its text field is missing, not a string or always
                 blank.
         """
-        warnings = []
-        for plan in self.sets:
-            inputs = plan.inputs()
-            counts = check_first_documents(inputs, self.reading)
-            empty = [each for each, (n, blank, _) in zip(inputs, counts, strict=True) if blank == n]
-            if empty:
-                rest = len(empty) - 1
-                more = f" and {counted(rest, 'more input')} contain" if rest else " contains"
-                warnings.append(f"token set {plan.name}: {empty[0]}{more} no documents")
-            first, blank, replaced = map(sum, zip(*counts, strict=True))
-            if blank:
-                warnings.append(
-                    f"token set {plan.name}: {blank:,} of the first {counted(first, 'document')} "
-                    f"{'is' if blank == 1 else 'are'} blank; blank documents are skipped"
-                )
-            if replaced:
-                warnings.append(
-                    f"token set {plan.name}: {replaced:,} of the first "
-                    f"{counted(first, 'document')} "
-                    f"{'contains' if replaced == 1 else 'contain'} U+FFFD, which replaces bytes "
-                    "that could not be decoded; convert the original files to UTF-8 again"
-                )
-            listing = plan.listing()
-            warnings += [f"token set {plan.name}: {text}" for text in listing.warnings()]
-            train = [each for part in plan.portions if not part.held_out for each in part.inputs]
-            held_out = held_out_files([each.path for each in train if isinstance(each, FileInput)])
-            if held_out:
-                files = counted(len(held_out), "file")
-                warnings.append(
-                    f"token set {plan.name}: {files} of held-out splits, such as {held_out[0]}, "
-                    f"{'is' if len(held_out) == 1 else 'are'} read as training documents; to "
-                    "exclude them, pass a quoted glob such as 'FOLDER/**/train*'"
-                )
-        return warnings
+        return [
+            f"token set {plan.name}: {text}"
+            for plan in self.sets
+            for text in _warnings(plan, self.reading)
+        ]
 
     def inputs(self) -> list[Input]:
         """Return all inputs, in order."""
@@ -234,7 +208,7 @@ class Preparation:
     def repeated(self, identities: list[str]) -> list[str]:
         """Return a list with one warning if several inputs have the same content, else []."""
         inputs = (
-            (f"{plan.name}.{'validation' if portion.held_out else 'train'}", each)
+            (plan.output(held_out=portion.held_out), each)
             for plan in self.sets
             for portion in plan.portions
             for each in portion.inputs
@@ -269,6 +243,38 @@ def is_validation(index: int, fraction: Fraction) -> bool:
     """
     half = Fraction(1, 2)
     return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1
+
+
+def _warnings(plan: SetPlan, reading: ReadOptions) -> Iterator[str]:
+    """Check the first documents of a set's inputs and yield warnings; see `Preparation.check`."""
+    inputs = plan.inputs()
+    counts = check_first_documents(inputs, reading)
+    empty = [each for each, (n, blank, _) in zip(inputs, counts, strict=True) if blank == n]
+    if empty:
+        rest = len(empty) - 1
+        more = f" and {counted(rest, 'more input')} contain" if rest else " contains"
+        yield f"{empty[0]}{more} no documents"
+    number, blank, replaced = map(sum, zip(*counts, strict=True))
+    first = f"of the first {counted(number, 'document')}"
+    if blank:
+        verb = "is" if blank == 1 else "are"
+        yield f"{blank:,} {first} {verb} blank; blank documents are skipped"
+    if replaced:
+        verb = "contains" if replaced == 1 else "contain"
+        yield (
+            f"{replaced:,} {first} {verb} U+FFFD, which replaces bytes that could not be decoded; "
+            "convert the original files to UTF-8 again"
+        )
+    yield from plan.listing().warnings()
+    train = [each for part in plan.portions if not part.held_out for each in part.inputs]
+    held_out = held_out_files([each.path for each in train if isinstance(each, FileInput)])
+    if held_out:
+        verb = "is" if len(held_out) == 1 else "are"
+        yield (
+            f"{counted(len(held_out), 'file')} of held-out splits, such as {held_out[0]}, {verb} "
+            "read as training documents; to exclude them, pass a quoted glob such as "
+            "'FOLDER/**/train*'"
+        )
 
 
 def _described(plan: SetPlan, identities: Iterator[str], *, held_out: bool) -> list[str]:

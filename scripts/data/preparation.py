@@ -242,7 +242,7 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
                 yield text
         if not size:
             _check_fraction(plan, train=0, held_out=index + 1)
-            name = f"{plan.name}.train"
+            name = plan.output(held_out=False)
             raise no_documents(name, plan.outputs()[name])
 
 
@@ -364,7 +364,7 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                         break
                     progress.last = number
                     held_out = portion.held_out or is_validation(progress.index, plan.fraction)
-                    name = f"{plan.name}.{'validation' if held_out else 'train'}"
+                    name = plan.output(held_out=held_out)
                     writers[name].add(tokens, size)
                     repeats.add(name, tokens.tobytes())
                     progress.index += 1
@@ -385,8 +385,8 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                 )
         for plan in plans:
             if plan.fraction:
-                names = (f"{plan.name}.{kind}" for kind in ("train", "validation"))
-                _check_fraction(plan, *(writers[name].written.documents for name in names))
+                train, held_out_set = (writers[plan.output(held_out=h)] for h in (False, True))
+                _check_fraction(plan, train.written.documents, held_out_set.written.documents)
         for text in repeats.warnings(list(writers)):
             since = " since the preparation was resumed" if resumed else ""
             print(f"warning: {text}{since}", file=sys.stderr)
@@ -403,10 +403,11 @@ def _check_fraction(plan: SetPlan, train: int, held_out: int) -> None:
     if not count or (train and held_out):
         return
     half = Fraction(1, 2 * count)  # document
+    name = plan.output(held_out=train > 0)
     if train:
-        kind, problem, remedy = "validation", "is less than half a document", f"of at least {half}"
+        problem, remedy = "is less than half a document", f"of at least {half}"
     else:
-        kind, problem, remedy = "train", "holds out all documents", f"below {1 - half}"
+        problem, remedy = "holds out all documents", f"below {1 - half}"
     remedies = [f"set a fraction {remedy}"] if count > 1 else []
     if not all(each.has_keys for each in plan.inputs()):
         remedies.append(
@@ -414,7 +415,7 @@ def _check_fraction(plan: SetPlan, train: int, held_out: int) -> None:
         )
     remedies = remedies or ["add documents, or pass separate ones as --validation NAME=INPUT"]
     raise DataError(
-        f"token set {plan.name}.{kind} would be empty: --validation-fraction {plan.fraction} of "
+        f"token set {name} would be empty: --validation-fraction {plan.fraction} of "
         f"{counted(count, 'document')} {problem}; {', or '.join(remedies)}"
     )
 
