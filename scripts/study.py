@@ -17,11 +17,11 @@ table.md are written next to runs.jsonl after each part of the study; results.js
 A run's result is its final validation loss in nats per token, averaged over its validation sets.
 The seed sets the initial weights and the data order. Variants are compared seed by seed, using the
 95% Student's t confidence interval of the mean difference. The verdict is `level` if the whole
-interval is within 0.02 nats of 0, and `cannot tell` if a wider interval contains 0. A run with a
-nonfinite loss fails, and its variant has no mean. If a chosen setting is at either end of its grid,
-the verdict is `refused`. At the start, the script prints all keys that differ between a variant and
-its reference, except keys that are tuned or listed in `overrides` or `differs`. These keys are also
-listed in table.md.
+interval is within 0.02 nats of 0; otherwise, it is `cannot tell` if the interval contains 0. A run
+with a nonfinite loss fails, and its variant has no mean. If a chosen setting is at either end of
+its grid, the verdict is `refused`. At the start, the script prints all keys that differ between a
+variant and its reference, except keys that are tuned or listed in `overrides` or `differs`. These
+keys are also listed in table.md.
 
 With `search`, every variant is first tuned by successive halving. Each stage trains its candidates
 for a `share` of the `full` length, and then trains the best `keep` candidates for the next share.

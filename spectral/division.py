@@ -204,7 +204,7 @@ class Entry(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Range of the unit's values in the flat entry, as a box."""
+        """The box of indices at which the flat entry stores the unit's values."""
         return (span_of(self.start, self.shape.numel()),)
 
     def of(self, value: Tensor) -> Tensor:

@@ -82,8 +82,10 @@ def read_entry(folder: Path) -> ShardEntry | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """The documents of one input in a shard's files. The documents start at offsets `document` and
-    `token`."""
+    """The documents of one input in a shard's files.
+
+    The first document has index `document`, and its first token has index `token`.
+    """
 
     folder: Path
     dtype: str
