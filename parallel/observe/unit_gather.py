@@ -3,8 +3,8 @@
 The singular values of a matrix cannot be computed from its shards' singular values. Therefore each
 matrix is gathered on a single rank, its inspection rank. Any sharded tensor can be gathered.
 Matrices are sent like in an optimizer step, except that they keep their dtype. They are sent in
-several rounds, so that a round fits in each rank's memory. All matrices of a parameter share an inspection rank, so that only
-this rank needs the parameter's input activations.
+several rounds, so that a round fits in each rank's memory. All matrices of a parameter share an
+inspection rank, so that only this rank needs the parameter's input activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
