@@ -124,7 +124,7 @@ class CoreAttention(torch.nn.Module):
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    document boundaries, which attention does not cross; None: no boundaries
+        documents    boundaries that attention does not cross; None: no boundaries
         """
         raise NotImplementedError
 
@@ -260,7 +260,7 @@ def causal_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    document boundaries, which attention does not cross; None: no boundaries
+    documents    boundaries that attention does not cross; None: no boundaries
     """
     few = key.shape[0] * key.shape[-1] <= SMALL_KEYS
     if is_slow(query) or (few and query.is_cpu and query.dtype == torch.bfloat16):
@@ -439,7 +439,7 @@ def varying_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    document boundaries, which attention does not cross
+    documents    boundaries that attention does not cross
 
     All heads are padded to the same dimension, a multiple of `ALIGNMENT`.
     """

@@ -163,8 +163,8 @@ def rule_reports(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """MaxVio of the worst layer, which is (largest - mean) / mean of the expert loads in this
-    layer. 0 means perfect balance."""
+    """MaxVio of the worst layer. A layer's MaxVio is (largest load - mean load) / mean load over
+    its experts; 0 means perfect balance."""
     return _one(runs, "moe/max_vio", "MaxVio in the worst layer")
 
 

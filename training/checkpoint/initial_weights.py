@@ -151,8 +151,8 @@ def chosen_weights(
 
 
 def unsuitable_data(config: Config, info: CheckpointInfo) -> str | None:
-    """Return the reason why the data's tokenizer does not suit the model in a checkpoint. Return
-    None if the tokenizer is suitable or cannot be compared."""
+    """Return why the data's tokenizer is incompatible with the checkpoint's model. Return None if
+    the tokenizer is compatible or cannot be compared."""
     ids, rows = data_vocabulary(config), info.config.model.vocab_size
     if ids is not None and rows is not None and ids > rows:
         return f"the data's tokenizer has {ids:,} token ids, but the model has {rows:,}"

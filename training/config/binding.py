@@ -232,8 +232,8 @@ def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def one_section(kind: Any) -> tuple[Any, str]:
     """If `kind` is a dict of sections, return the annotation of one section and the path suffix
-    `.NAME`. For a list of sections, the suffix is `[N]`. Return any other annotation unchanged,
-    with the suffix "".
+    `.NAME`. For a list of sections, the suffix is `[N]`. For any other annotation, return the
+    annotation itself and an empty suffix.
     """
     args = get_args(kind)
     if get_origin(kind) is dict:

@@ -1,4 +1,4 @@
-"""Random tokens for benchmarks and rehearsals without real text."""
+"""Random tokens, for benchmarks and rehearsals that need no text."""
 
 import hashlib
 import math
