@@ -140,7 +140,8 @@ def split_parameters(
         module: any model, even after `fully_shard`, tensor parallelism or DDP.
         example: the arguments of a small forward pass (a tensor, a tuple or a mapping), or a
             function that runs the pass. With an example, names are ignored (see `watch`).
-        elementwise: one or more modules or parameters to be updated by AdamW.
+        elementwise: one or more modules or parameters to be updated by AdamW, even if a pattern in
+            `units` matches them.
         units: maps patterns of parameter names, such as `*.attention.qkv`, to divisions:
             `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}` (see
             `Division`), or `{}` for a single matrix. These divisions override detected divisions.

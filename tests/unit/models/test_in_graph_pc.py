@@ -99,6 +99,9 @@ def test_a_gammas_gradient_is_summed_over_tensor_ranks_where_its_layers_is(seque
     assert {summed[gamma.name] for gamma in gammas} == {False, sequence_parallel}
     for gamma in gammas:
         assert summed[gamma.name] == summed[gamma.name.removesuffix(GAMMA)], gamma.name
+    # kv_b also contains k_b, which has no gammas.
+    values = [gamma.index for gamma in gammas if gamma.name.startswith("layers.0.v_b")]
+    assert values == [(slice(i, i + 1),) for i in range(len(values))] and len(values) > 1
 
 
 def test_the_last_override_that_names_a_unit_decides():

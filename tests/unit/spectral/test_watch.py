@@ -1139,7 +1139,7 @@ def test_a_pass_keeps_no_activations_alive() -> None:
 
 def test_units_and_elementwise_go_before_what_is_seen() -> None:
     model = CASES["glu"][0]
-    units = {"both.weight": {"rows": [5]}}
+    units = {"both.weight": {"rows": [5]}, "*.weight": {"rows": [5]}}
     split = split_parameters(model, example=image, units=units, elementwise=model.out)
     rows = [(row.matrices, row.reason) for row in split.rows if row.rule != "adamw"]
     assert rows == [(4, "units")]
@@ -1711,6 +1711,9 @@ def test_models_of_several_ranks(kind: str, mesh: Any) -> None:
     if kind == "ddp":
         split = split_parameters(nn.parallel.DistributedDataParallel(model), example=x)
         assert split.rows[0].matrices == 2 and split.replicas is not None
+        others = torch.distributed.new_group([0])
+        assert Muon(split)._replicas is split.replicas
+        assert Muon(split, replicas=others)._replicas is others is not split.replicas
         return
     alone, split = copy.deepcopy(model), split_parameters(model, example=x)
     split.groups[0]["lr"] = 0.03

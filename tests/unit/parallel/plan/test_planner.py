@@ -97,6 +97,14 @@ def test_memory_of_one_rank_is_the_whole_model():
     assert wide.sent_max == wide.sent_adamw == 0 and wide.sent_ratio == 1.0
 
 
+def test_the_owner_of_a_split_matrix_keeps_the_whole_weight():
+    (unit,) = (unit for unit in all_units(TINY) if unit.name == "layers.0.down")
+    stage = plan_stage([[unit]], assign_to(RULES["muon"]()), PlanInputs(data=2))
+    momentum = stage.state_max - stage.memory.master
+    assert momentum == 4 * unit.numel // 2
+    assert stage.memory.state == momentum + 4 * unit.numel
+
+
 @pytest.mark.parametrize("experts", [1, 4])
 def test_buffers_are_those_of_the_larger_domain(experts):
     """Each domain has one step group, with six float32 copies of each of its matrices except the
