@@ -470,8 +470,10 @@ class Watch(TorchDispatchMode):
             streams = [_is_stream(s.facts.origin, name) for s in whole if s.columns is None]
             for use in self.numbers.beneath(distinct[0]) if streams and all(streams) else ():
                 use.joined.add(None)
-        result.terms = kept if name in ("add", "sub") and len(distinct) > 1 else ()
-        if len(distinct) == 1:
+        # A table's rows are compared with each token, whereas a bias is added to each token.
+        compared = len(sides) == 2 and all(s.axes(other)[1] for s, other in permutations(sides))
+        result.terms = kept if name in ("add", "sub") and (compared or len(distinct) > 1) else ()
+        if len(distinct) == 1 and not result.terms:
             result.terms = next((s.facts.terms for s in full if s.facts.terms), ())
         joined = partial(self.numbers.joined, terms=name in ADDITIONS)
         self.columns.write(out, reduce(joined, distinct))

@@ -191,6 +191,12 @@ def scores_of_distances_of_rotary_heads(m: Any, x: Tensor) -> Any:
     return m.out(joined(between.abs().neg().sum(-1).softmax(-1) @ v))
 
 
+@case("inner 12 8 /4, codes 2x5x4 ., out 10 4 -")
+def distances_of_two_heads_to_their_codes(m: Any, x: Tensor) -> Any:
+    between = m.inner(x).unflatten(-1, (2, 1, 4)) - m.codes
+    return m.out(between.square().sum(-1).neg().exp().flatten(-2))
+
+
 @attends_in_two_heads
 def a_scan_without_a_matrix_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     state, outputs = torch.zeros(len(q), q.shape[1], 4, 4), []
