@@ -81,6 +81,7 @@ ATTENTION = re.compile(
 """Names of layers that are next to attention projections but are not divided into heads: output,
 gates, low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu", OPAQUE}
+PARTS |= {"hsplit", "dsplit", "select", "index_select", "take_along_dim"}
 """Functions that split a tensor, and the word for unreadable code, which may split a tensor."""
 GATES = {"*", "mul"}
 """Operators and functions that multiply the two halves of a layer's outputs."""
@@ -234,14 +235,14 @@ class KnownWeights:
         inputs = weight.parameter.numel() // outputs
         layer = Layer.of(weight.module) or Layer(weight.module, inputs, outputs)
         (_, inner), *scopes = weight.path[_base(weight) :]
-        if self.single:
-            return False, "one matrix"
         inside = any(module in self.blocks for _, module in scopes)
-        found = None if inside else self._outside(weight, layer)
+        found = None if inside or self.single else self._outside(weight, layer)
         if found:
             return True, found
         if why := self._contained(weight, layer):
             raise ValueError(f"looks like several matrices fused into one: {why}")
+        if self.single:
+            return False, "one matrix"
         for _, scope in scopes if found is None else ():
             later = self.layers.after(inner, scope)
             if any(x.inputs == outputs for x in self.layers.before(inner, scope) + later):

@@ -601,6 +601,10 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
         images(ghost(lambda m, x: m.b(first_half(x)))),
         "0.weight: looks like .*Ghost splits channels",
     ),
+    "the only matrix, which holds the gates of a cell": (
+        module("Cell: gates 12 32, out 8 1", lambda m, h: m.out(m.gates(h).chunk(4, -1)[0])),
+        "gates.weight: looks like .*Cell splits channels",
+    ),
     "outputs of several pixels": (
         nn.Sequential(
             module("Merge:", down=nn.Conv2d(32, 8, 1)),
@@ -864,6 +868,8 @@ CONVOLUTIONS = {"wide": nn.Conv2d(8, 8, 1), "out": nn.Conv2d(8, 8, 1)}
         branch(lambda m, x, cut=gated: m.out(cut(m.wide(x)))),
         branch(lambda m, x: m.out(m.cut["gated"](m.wide(x))), cut={"gated": gated}),
         branch(lambda m, x: m.out(m.next.cut(m.wide(x))), next=Next()),
+        branch(lambda m, x: m.out(m.wide(x).view(-1, 2, 4).select(1, 0).repeat(1, 2))),
+        branch(lambda m, x: m.out(m.wide(x).index_select(1, m.places).repeat(1, 2))),
         branch(imported),
         inherited(),
         followed(Gated(), linear(8, 8)),
