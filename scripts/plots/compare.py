@@ -42,6 +42,10 @@ UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(lo
 """Keys that do not affect training. Datasets are compared by content rather than by path."""
 
 UNLIKE = "The validation losses of these runs are not comparable, because the runs differ in {}."
+UNRECORDED = (
+    "The tokenizers of these runs are not recorded, so their validation losses may not be "
+    "comparable: {}."
+)
 
 
 LOSS = ("val/loss", "validation loss")
@@ -81,15 +85,20 @@ def unlike_measurements(
 
 def warn_of_unlike(
     runs: Sequence[RunData], configs: Sequence[dict[str, Any]], metric: str
-) -> str | None:
-    """If `metric` is not comparable between the runs, print a warning and return its text. For the
-    arguments, see `unlike_measurements`."""
-    reasons = unlike_measurements(runs, configs, metric)
-    if not reasons:
-        return None
-    text = UNLIKE.format(", ".join(reasons))
-    print(f"warning: {text}", file=sys.stderr)
-    return text
+) -> list[str]:
+    """Print warnings if `metric` is not comparable between the runs, or if the tokenizer of a
+    validated run is not recorded, and return their texts. For the arguments, see
+    `unlike_measurements`."""
+    texts = []
+    if reasons := unlike_measurements(runs, configs, metric):
+        texts.append(UNLIKE.format(", ".join(reasons)))
+    validated = [run for run in runs if run.series(metric)]
+    unrecorded = [run.name for run in validated if not run.contents]
+    if metric == LOSS[0] and len(validated) > 1 and unrecorded:
+        texts.append(UNRECORDED.format(", ".join(unrecorded)))
+    for text in texts:
+        print(f"warning: {text}", file=sys.stderr)
+    return texts
 
 
 def _weights_of(config: dict[str, Any]) -> list[tuple[str, float]]:
@@ -217,9 +226,7 @@ def comparison(base: Path, folders: Sequence[Path]) -> str:
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Only the best {MOST} of {len(logged)} runs are shown." if len(logged) > MOST else ""
-    about = ABOUT.format(heading)
-    if (unlike := warn_of_unlike(runs, configs, metric)) is not None:
-        about = f"{unlike} {about}"
+    about = " ".join([*warn_of_unlike(runs, configs, metric), ABOUT.format(heading)])
     overlays = ((each, each.overlay) for each in FIGURES if each.name in OVERLAID)
     sections = [
         PageSection("runs", "Runs", about, "runs", compared),

@@ -20,6 +20,7 @@ from scripts.plots.compare import (
     find_runs,
     measure,
     unlike_measurements,
+    warn_of_unlike,
 )
 from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
@@ -128,6 +129,21 @@ def test_losses_are_incomparable_because_of_runs_that_have_validated() -> None:
         assert unlike_measurements(runs, configs, "val/loss") == expected
         # Bits per byte do not depend on the tokenizer.
         assert unlike_measurements(runs, configs, "val/bpb") == expected[:1]
+
+
+def test_validated_runs_without_a_recorded_tokenizer_are_named(tmp_path: Path, capsys) -> None:
+    both = {"step": 1, "val/loss": 2.0, "val/bpb": 1.0}
+    lines = {"new": both, "old": both, "older": both, "not validated": {"step": 1}}
+    runs = [replace(run_of(lines[name]), folder=tmp_path / name) for name in lines]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/data.json").write_text(json.dumps({"contents": {"tokenizer": "1" * 64}}))
+    configs = [run.config | {"optimizer": {}} for run in runs]
+    (text,) = warn_of_unlike(runs, configs, "val/loss")
+    assert text.endswith("may not be comparable: old, older.")
+    assert capsys.readouterr().err == f"warning: {text}\n"
+    # Bits per byte do not depend on the tokenizer, and a single run is compared with no other run.
+    assert warn_of_unlike(runs, configs, "val/bpb") == []
+    assert warn_of_unlike([runs[1], runs[3]], [configs[1], configs[3]], "val/loss") == []
 
 
 @pytest.mark.parametrize(
