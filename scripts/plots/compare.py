@@ -197,15 +197,17 @@ def find_runs(folder: Path, base: Path) -> list[RunData]:
             folders.clear()  # already visited through another symlink, or a cycle
             continue
         seen.add(real)
-        if "metrics.jsonl" in files and "config.yaml" not in files:
-            print(f"warning: left out {parent}, which has no config.yaml", file=sys.stderr)
-        elif "config.yaml" in files and "metrics.jsonl" not in files and "checkpoints" in folders:
-            print(f"warning: left out {parent}, which has no metrics.jsonl", file=sys.stderr)
-            folders.clear()
-        elif "metrics.jsonl" in files:
+        logged, configured = "metrics.jsonl" in files, "config.yaml" in files
+        if not logged and not (configured and "checkpoints" in folders):
+            continue  # not a run
+        if logged and configured:
             path = Path(parent)
             label = path.absolute().relative_to(base.absolute()).as_posix()
             runs.append(read_run(path, None if label == "." else label))
+        else:
+            missing = "config.yaml" if logged else "metrics.jsonl"
+            print(f"warning: left out {parent}, which has no {missing}", file=sys.stderr)
+        if configured:
             folders.clear()  # checkpoints contain configs, too
     if not runs:
         raise InputError(f"{folder} contains no run folder (metrics.jsonl and config.yaml)")
