@@ -69,31 +69,24 @@ def unlike_tokenizers(runs: Sequence[RunData]) -> bool:
     return len(sizes) > 1 or len({run.contents.get("tokenizer") for run in runs} - {None}) > 1
 
 
-def unlike_measurements(
-    runs: Sequence[RunData], configs: Sequence[dict[str, Any]], metric: str
-) -> list[str]:
-    """Return the settings that make `metric` incomparable across validated runs."""
-    validated = [i for i, run in enumerate(runs) if run.series(metric)]
-    keys = unlike_keys([settings_in_use(configs[i]) for i in validated])
-    reasons = [key for key in keys if MEASURED.fullmatch(key)]
-    if len({str(_weights_of(configs[i])) for i in validated}) > 1:
-        reasons.append(MEAN)
-    if metric == LOSS[0] and unlike_tokenizers([runs[i] for i in validated]):
-        reasons.append("tokenizer")
-    return reasons
-
-
 def warn_of_unlike(
     runs: Sequence[RunData], configs: Sequence[dict[str, Any]], metric: str
 ) -> list[str]:
-    """Print warnings if `metric` is not comparable between the runs, or if the tokenizer of a
-    validated run is not recorded, and return their texts. For the arguments, see
-    `unlike_measurements`."""
-    texts = []
-    if reasons := unlike_measurements(runs, configs, metric):
-        texts.append(UNLIKE.format(", ".join(reasons)))
-    validated = [run for run in runs if run.series(metric)]
-    unrecorded = [run.name for run in validated if not run.contents]
+    """Print warnings about settings that make `metric` incomparable across validated runs, and
+    about validated runs whose tokenizer is not recorded. Return the texts of the warnings.
+
+    `configs` are the results of `with_contents` for `runs`.
+    """
+    pairs = zip(runs, configs, strict=True)
+    validated = [(run, config) for run, config in pairs if run.series(metric)]
+    keys = unlike_keys([settings_in_use(config) for _, config in validated])
+    reasons = [key for key in keys if MEASURED.fullmatch(key)]
+    if len({str(_weights_of(config)) for _, config in validated}) > 1:
+        reasons.append(MEAN)
+    if metric == LOSS[0] and unlike_tokenizers([run for run, _ in validated]):
+        reasons.append("tokenizer")
+    texts = [UNLIKE.format(", ".join(reasons))] if reasons else []
+    unrecorded = [run.name for run, _ in validated if not run.contents]
     if metric == LOSS[0] and len(validated) > 1 and unrecorded:
         texts.append(UNRECORDED.format(", ".join(unrecorded)))
     for text in texts:
