@@ -124,13 +124,16 @@ def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run's table row. `settings` lists the keys that differ between runs, as `key value`, and
-    the keys that the run changed when it resumed."""
+    """A run's table row.
+
+    settings  the keys that differ between runs, as `key value`, and the keys that the run changed
+              when it resumed
+    figures   the run's value for each column
+    """
 
     run: RunData
     settings: list[str]
-    metric: str
-    heading: str
+    figures: dict[str, str]
 
     @cached_property
     def status(self) -> RunStatus:
@@ -142,23 +145,23 @@ class Compared:
         """Description of the run's model."""
         return subtitle(self.run)
 
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
-        """Sort key: the metric or, if missing, the training loss. Runs with the metric come first,
-        and runs without a finite value come last."""
-        for missing, name in ((False, self.metric), (True, "train/loss")):
-            value = self.run.last(name)
-            if value is not None:
-                finite = math.isfinite(value)
-                return not finite, missing, value if finite else 0.0
-        return True, True, 0.0
 
-    @property
-    def figures(self) -> dict[str, str]:
-        """The run's value for each column."""
-        cards = dict(key_figures(self.run, self.metric))
-        names = {self.heading: "validation loss"} | {name: name for name in COLUMNS}
-        return {name: cards.get(key, "-") for name, key in names.items()}
+def rank(run: RunData, metric: str) -> tuple[bool, bool, float]:
+    """Return a run's sort key: the metric or, if missing, the training loss. Runs with the metric
+    come first, and runs without a finite value come last."""
+    for missing, name in ((False, metric), (True, "train/loss")):
+        value = run.last(name)
+        if value is not None:
+            finite = math.isfinite(value)
+            return not finite, missing, value if finite else 0.0
+    return True, True, 0.0
+
+
+def column_values(run: RunData, metric: str, heading: str) -> dict[str, str]:
+    """Return a run's value for each column. `heading` is the column heading of `metric`."""
+    cards = dict(key_figures(run, metric))
+    names = {heading: "validation loss"} | {name: name for name in COLUMNS}
+    return {name: cards.get(key, "-") for name, key in names.items()}
 
 
 def changed_midway(run: RunData) -> list[str]:
@@ -215,10 +218,10 @@ def comparison(base: Path, folders: Sequence[Path]) -> str:
     configs = with_contents(runs)
     differing = differences(configs)
     rows = (
-        Compared(run, [*keys, *changed_midway(run)], metric, heading)
+        Compared(run, [*keys, *changed_midway(run)], column_values(run, metric, heading))
         for run, keys in zip(runs, differing, strict=True)
     )
-    compared = sorted(rows, key=lambda each: each.rank)
+    compared = sorted(rows, key=lambda each: rank(each.run, metric))
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Only the best {MOST} of {len(logged)} runs are shown." if len(logged) > MOST else ""
     about = " ".join([*warn_of_unlike(runs, configs, metric), ABOUT.format(heading)])

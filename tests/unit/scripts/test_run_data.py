@@ -15,11 +15,12 @@ from scripts.plots.compare import (
     BITS,
     LOSS,
     UNLIKE,
-    Compared,
     changed_midway,
+    column_values,
     differences,
     find_runs,
     measure,
+    rank,
     warn_of_unlike,
 )
 from scripts.plots.run_data import RunData, alive
@@ -227,7 +228,7 @@ def test_every_card_of_a_run_is_its_figure() -> None:
 def test_the_columns_of_a_run_are_of_what_orders_the_runs(order) -> None:
     values = {"val/loss": (3.0, 2.0, 2.5), "val/bpb": (1.5, 0.5, 1.0)}
     lines = ({"step": i + 1} | {name: each[i] for name, each in values.items()} for i in range(3))
-    figures = Compared(run_of(*lines), [], *order).figures
+    figures = column_values(run_of(*lines), *order)
     last, best = (f"{values[order[0]][i]:.4f}" for i in (2, 1))
     assert (figures[order[1]], figures["best validation"]) == (last, best)
     assert figures["training loss"] == "-"
@@ -262,7 +263,7 @@ def test_runs_are_ordered_by_their_last_validation_then_by_their_training_loss()
             "diverges": [{"val/loss": 1.5}, {"val/loss": None}],
         }.items()
     }
-    order = sorted(runs, key=lambda name: Compared(runs[name], [], *LOSS).rank)
+    order = sorted(runs, key=lambda name: rank(runs[name], LOSS[0]))
     assert order == ["falls", "rises", "not validated", "diverges", "untouched"]
     cards = dict(key_figures(runs["diverges"]))
     assert (cards["validation loss"], cards["best validation"]) == ("not finite", "1.5000")
