@@ -145,7 +145,6 @@ def comparison(results: Results) -> pd.DataFrame:
     Student's t interval. The loss of a variant with a failed run is NaN.
     """
     losses = pd.DataFrame({row["variant"]: row["losses"] for row in rows_of(results)}, dtype=float)
-    against = {name: variant["against"] for name, variant in results["variants"].items()}
     ended = grid_ends(results)
     lines = []
     for name in losses:
@@ -156,8 +155,7 @@ def comparison(results: Results) -> pd.DataFrame:
             "failed": int(losses[name].isna().sum()),
             "chosen": short(results.get("chosen", {}).get(name, [])),
         }
-        other = against[name]
-        if other is not None:
+        if (other := results["variants"][name]["against"]) is not None:
             line |= {"against": other, **paired(losses[name] - losses[other])}
             both = [*ended.get(name, []), *ended.get(other, [])]
             line["verdict"] = verdict(line, both, results.get("not_comparable", {}).get(name, ()))
@@ -314,8 +312,6 @@ def loss_by(results: Results, key: str) -> pd.DataFrame:
         for name in results["variants"]
         for value, loss in tried(results, name, key)
     ]
-    if not points:
-        return pd.DataFrame()
     frame = pd.DataFrame(points, columns=["variant", "value", "loss"])
     best = frame.pivot_table("loss", "variant", "value", aggfunc="min", sort=False)
     return best.sort_index(axis=1).rename(columns="{:g}".format).reset_index()
@@ -353,25 +349,25 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
     """Return the formatted cells of a row in the comparison table."""
-    loss = number(line["loss"], ".4f", line["error"])
+    line = {key: value for key, value in line.items() if pd.notna(value)}
+    loss = number(line.get("loss"), ".4f", line.get("error"))
     interval = [number(line.get(end), "+.4f") for end in ("low", "high")]
     return {
         "variant": line["variant"],
         "validation loss": loss or f"{line['failed']} runs failed",
         "difference": number(line.get("difference"), "+.4f", line.get("difference_error")),
         "95% interval": " to ".join(interval) if all(interval) else "",
-        "from": text(line.get("against")),
-        "verdict": text(line.get("verdict")),
+        "from": line.get("against", ""),
+        "verdict": line.get("verdict", ""),
         "settings": line["chosen"],
     }
 
 
 def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
     """Return the formatted cells of a row of losses, with the lowest loss in bold."""
-    figures = {key: value for key, value in line.items() if key != "variant"}
-    cells = {key: number(value, ".4f") for key, value in figures.items()}
-    finite = {key: value for key, value in figures.items() if not math.isnan(value)}
-    best = min(finite, key=lambda key: finite[key])
+    losses = pd.Series(line).drop("variant").astype(float)
+    cells = {key: number(loss, ".4f") for key, loss in losses.items()}
+    best = losses.idxmin()
     return {"variant": line["variant"], **cells, best: f"**{cells[best]}**"}
 
 
@@ -382,8 +378,3 @@ def number(value: float | None, form: str, error: float | None = None) -> str:
     if error is None or math.isnan(error):
         return f"{value:{form}}"
     return f"{value:{form}} ± {error:.4f}"
-
-
-def text(value: object) -> str:
-    """Return `value` as a text cell, or an empty string if it is not text."""
-    return value if isinstance(value, str) else ""
