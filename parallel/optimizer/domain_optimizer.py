@@ -63,24 +63,20 @@ class Region:
         return shards[self.bucket].narrow(0, self.start, self.length)[None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepGroup:
     """Buckets whose units are exchanged, updated and all-gathered together.
 
-    matrix_regions        regions by whole-matrix rule
-    elementwise_regions   the other regions, by rule, learning rate and weight decay
-    stacks_by_rule        stacks owned by this rank
-    kept                  weights `[elements]`, by unit name, of owned units that are not fully
-                          contained in this rank's shard; these weights remain equal to the master
-                          weights on other ranks, because all ranks add the same updates
+    regions   regions of this rank's shards, without PC layers
+    stacks    stacks owned by this rank, without PC layers
+    kept      weights `[elements]`, by unit name, of owned units that are not fully contained in
+              this rank's shard; these weights remain equal to the master weights on other ranks,
+              because all ranks add the same updates
     """
 
     buckets: tuple[int, ...]
     regions: list[Region]
-    matrix_regions: dict[Rule, list[Region]]
-    elementwise_regions: dict[tuple[Rule, float, float], list[Region]]
     stacks: list[OwnedStack]
-    stacks_by_rule: dict[Rule, list[OwnedStack]]
     exchange: Exchange
     materialized: MaterializedUnits
     penalised: PenalisedUnits
@@ -178,10 +174,12 @@ class DomainOptimizer:
         """
         shards, masters = self.model.gradient_shards(), self.model.masters
         wide = torch.promote_types(shards[0].dtype, torch.float32)
-        for rule, regions in group.matrix_regions.items():
+        matrices = [r for r in group.regions if r.assigned.rule.whole_matrix]
+        for rule, regions in grouped(matrices, lambda r: r.assigned.rule).items():
             gradients = [region.of(shards) for region in regions]
             accumulate_(rule, gradients, [region.state for region in regions], active, wide)
-        for (rule, lr, weight_decay), regions in group.elementwise_regions.items():
+        elements = [r for r in group.regions if not r.assigned.rule.whole_matrix]
+        for (rule, lr, weight_decay), regions in grouped(elements, rule_and_rates).items():
             step = Step(rate(lr), weight_decay, active)
             stacks = [
                 Stack(
@@ -218,7 +216,7 @@ class DomainOptimizer:
         local = [*local_pairs(exchange.outward.local, weights.pieces, masters)]
         kept = [(weights.pieces[name], weight) for name, weight in group.kept.items()]
         copy_all_([*kept, *local])
-        for rule, owned in group.stacks_by_rule.items():
+        for rule, owned in grouped(group.stacks, lambda stack: stack.rule).items():
             units = [
                 SteppedStack(stack, momentum, weights, stack.assigned.step(rate, active))
                 for stack in owned
@@ -237,20 +235,14 @@ class DomainOptimizer:
         plain = [t for t, assigned in pairs if assigned.pc is None and assigned.rule.whole_matrix]
         pc = [t for t, assigned in pairs if assigned.pc is not None]
         penalised = [t for t, assigned in pairs if assigned.penalty is not None]
-        regions = [region for bucket in buckets for region in self._new_regions(bucket)]
-        matrices = [r for r in regions if r.assigned.rule.whole_matrix]
-        elements = [r for r in regions if not r.assigned.rule.whole_matrix]
         stacks = owned_stacks([t for t in plain if t.owner == rank], self.assign)
         group = StepGroup(
-            buckets,
-            regions,
-            grouped(matrices, lambda r: r.assigned.rule),
-            grouped(elements, lambda r: (r.assigned.rule, r.assigned.lr, r.assigned.weight_decay)),
-            stacks,
-            grouped(stacks, lambda stack: stack.rule),
-            stage_exchange(plain, self.domain, self.model.comm_volume),
-            MaterializedUnits(pc, self.assign, self.model, self.options),
-            PenalisedUnits(penalised, self.assign, self.model),
+            buckets=buckets,
+            regions=[region for bucket in buckets for region in self._new_regions(bucket)],
+            stacks=stacks,
+            exchange=stage_exchange(plain, self.domain, self.model.comm_volume),
+            materialized=MaterializedUnits(pc, self.assign, self.model, self.options),
+            penalised=PenalisedUnits(penalised, self.assign, self.model),
         )
         weights = gathered_weights(stacks, group.exchange, self.model)
         for stack in stacks:
@@ -285,6 +277,12 @@ class DomainOptimizer:
             else:
                 state = rule.init_state(weight)
             yield Region(bucket, start, length, assigned, in_norm, state)
+
+
+def rule_and_rates(region: Region) -> tuple[Rule, float, float]:
+    """Return the rule, learning rate and weight decay of a region."""
+    assigned = region.assigned
+    return assigned.rule, assigned.lr, assigned.weight_decay
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:

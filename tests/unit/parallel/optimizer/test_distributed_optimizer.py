@@ -217,7 +217,7 @@ def test_gradients_of_16_bits_become_momentum_in_float32(world):
     exact = sum(gradient.square().sum() for gradient in gradients).sqrt()
     assert optimizer.clip(None).total.item() == pytest.approx(exact.item(), rel=1e-5)
     for group in domain.step_groups:
-        regions = [r for members in group.matrix_regions.values() for r in members]
+        regions = [r for r in group.regions if r.assigned.rule.whole_matrix]
         gradients = [r.of(domain.model.gradient_shards()).float() for r in regions]
         momenta = domain.step_regions(group, lambda peak: peak, torch.tensor(True))
         for region, gradient in zip(regions, gradients, strict=True):
