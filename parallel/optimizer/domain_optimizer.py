@@ -8,9 +8,10 @@ the same shape and sends the updates back. The all-gather of the group's new wei
 the next step group. The rules in `spectral.rules` are used unchanged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -143,14 +144,15 @@ class DomainOptimizer:
 
     def rescalings(self) -> Iterator[tuple[Unit, str, float]]:
         """Yield (unit, rule name, factor) for each owned matrix that is rescaled to a radius by its
-        rule. Materialized PC layers are omitted. `factor` is radius / spectral norm. Collective
-        over the stage."""
+        rule. Materialized PC layers are omitted. `factor` is radius / spectral norm."""
+        master = self.model.master
         for group in self.step_groups:
-            weights = gathered_weights(group.stacks, group.exchange, self.model)
             for stack in group.stacks:
                 radius = stack.rule.radius_of(stack.units[0].shape)
                 if radius is None or not stack.rule.rescales:
                     continue
+                weights = StackMemory([stack.transfers], master.dtype, master.device)
+                copy_all_(chain(*self._weight_parts(group, weights.pieces)))
                 sigma, _, _ = cold_start(weights.assembled(stack.transfers))
                 for unit, factor in zip(stack.units, hard_factor(sigma, radius), strict=True):
                     yield unit, stack.assigned.rule_name, factor.item()
@@ -213,8 +215,7 @@ class DomainOptimizer:
         momentum = StackMemory(stacks, momenta[0].dtype, momenta[0].device)
         exchange.gather(momenta, momentum.pieces, momenta[0], wire)
         weights = StackMemory(stacks, master.dtype, master.device)
-        local = [*local_pairs(exchange.outward.local, weights.pieces, masters)]
-        kept = [(weights.pieces[name], weight) for name, weight in group.kept.items()]
+        kept, local = self._weight_parts(group, weights.pieces)
         copy_all_([*kept, *local])
         for rule, owned in grouped(group.stacks, lambda stack: stack.rule).items():
             units = [
@@ -227,6 +228,18 @@ class DomainOptimizer:
         copy_all_((master_piece, new) for new, master_piece in local)
         updates_of_(kept, wire)
         exchange.scatter(weights.pieces, masters, master, wire, add=True, local=False)
+
+    def _weight_parts(
+        self, group: StepGroup, pieces: Mapping[str, Tensor]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """Pair `pieces` of owned units, by unit name, with the weights on this rank.
+
+        Returns pairs with this rank's copies of units (`StepGroup.kept`), and pairs of views with
+        the master shards. Both together hold the whole unit.
+        """
+        kept = [(pieces[name], weight) for name, weight in group.kept.items() if name in pieces]
+        parts = [part for part in group.exchange.outward.local if part[0] in pieces]
+        return kept, [*local_pairs(parts, pieces, self.model.masters)]
 
     def _new_group(self, buckets: tuple[int, ...], transfers: Sequence[UnitTransfer]) -> StepGroup:
         """Plan a step group and allocate state for the units owned by this rank."""
