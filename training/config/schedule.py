@@ -161,16 +161,19 @@ class TrainConfig(Section):
         yield "loss_chunk", chunked_liger, "must be null with fused_loss liger"
         yield "fp8", self.fp8 is not None and self.precision != "bf16", "requires precision bf16"
         yield "exit_step", self.last > self.steps, f"must be at most steps = {self.steps}"
-        # Batch sizes must increase, and every stage must last at least one step.
-        ramp, steps, step, tokens = self.batch_ramp, self.steps, 0, 0
-        if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
-            return  # `RampStage.checks` reports the problem
+        # Batch sizes must increase.
+        ramp = self.batch_ramp
         for i, stage in enumerate(ramp):
             last = i + 1 == len(ramp)
             name = "global_batch" if last else "the next batch"
             batch = self.global_batch if last else ramp[i + 1].batch
             rule = f"must be below {name} = {batch}, got {stage.batch}: batch sizes must grow"
             yield f"batch_ramp[{i}].batch", stage.batch >= batch, rule
+        if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
+            return  # `RampStage.checks` reports the problem
+        # Every stage must last at least one step.
+        steps, step, tokens = self.steps, 0, 0
+        for i, stage in enumerate(ramp):
             limit = "until_tokens" if stage.until_steps is None else "until_steps"
             key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
             count = stage.steps_left(step, tokens, self.sequence_length)

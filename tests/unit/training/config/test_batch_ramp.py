@@ -297,3 +297,10 @@ def test_stages_that_are_over_limit_no_layout(end, minimal, monkeypatch) -> None
 def test_a_ramp_that_makes_no_sense_is_refused(keys, ranks, text, minimal) -> None:
     found = problems(minimal, f"train.batch_ramp={keys[0]}", *keys[1:], world_size=ranks)
     assert len(found) == 1 and text in found[0]
+
+
+def test_a_missing_limit_hides_no_batch_that_does_not_grow(minimal) -> None:
+    found = problems(minimal, "train.batch_ramp=[{batch: 8}, {batch: 4, until_steps: 3}]")
+    assert len(found) == 2
+    assert any("[0].until_steps or until_tokens must be set" in line for line in found)
+    assert any("[0].batch must be below the next batch = 4, got 8" in line for line in found)
