@@ -26,6 +26,7 @@ from scripts.plots.compare import (
 from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
 from tests.run_configs import tiny_config
+from training.config.data import MEAN
 from training.errors import InputError
 
 
@@ -121,16 +122,24 @@ def test_a_run_that_has_not_validated_does_not_decide_what_orders_the_others() -
 
 def test_losses_are_incomparable_because_of_runs_that_have_validated() -> None:
     both = {"val/loss": 2.0, "val/bpb": 1.0}
-    for last, expected in ({}, []), (both, ["train.sequence_length", "tokenizer"]):
+    for last, expected in ({}, []), (both, ["train.sequence_length", MEAN, "tokenizer"]):
         runs = [run_of({"step": 1} | both), run_of({"step": 1} | last, vocabulary=200)]
         configs = [
-            {**run.config, "optimizer": {}, "train": {"sequence_length": length}}
+            {
+                **run.config,
+                "optimizer": {},
+                "train": {"sequence_length": length},
+                "data": {
+                    "train": {"a": {"weight": length}, "b": {"weight": 8}},
+                    "validation": {"a": {}, "b": {}},
+                },
+            }
             for run, length in zip(runs, (8, 16), strict=True)
         ]
         texts = [UNLIKE.format(", ".join(expected))] if expected else []
         assert warn_of_unlike(runs, configs, "val/loss")[:1] == texts
         # Bits per byte do not depend on the tokenizer.
-        texts = [UNLIKE.format(expected[0])] if expected else []
+        texts = [UNLIKE.format(", ".join(expected[:2]))] if expected else []
         assert warn_of_unlike(runs, configs, "val/bpb") == texts
 
 

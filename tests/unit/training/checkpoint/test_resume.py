@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
@@ -17,8 +17,9 @@ from parallel.checkpoint.state import sharded_state
 from parallel.comm.groups import Groups
 from spectral.rules import RULES
 from tests.run_configs import tiny_config
+from tests.tiny_families import tiny_model
 from training.build import build_distributed_optimizer, build_parallel_model
-from training.checkpoint.resume import differences, identity, refusal, settings
+from training.checkpoint.resume import differences, identity, model_facts, refusal, settings
 from training.config import Config, InvalidConfigError, load_saved_config, to_yaml
 from training.config.binding import bind
 
@@ -74,6 +75,11 @@ def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
         for values in (dict.fromkeys(sizes, "null"), sizes)
     )
     assert differences(settings(before), settings(now), ()) == {}
+    gemma = tiny_model("gemma2")
+    scalars = (
+        model_facts(replace(gemma, query_pre_attn_scalar=x)) for x in (None, gemma.head_size)
+    )
+    assert next(scalars) == next(scalars)
 
 
 def test_another_rule_is_one_difference(tmp_path: Path) -> None:
