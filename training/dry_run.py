@@ -173,6 +173,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         fused_backward=fused_on_gpu(config),
         dtype=DTYPES[train.precision],
         rule_operands=rule_operands(config),
+        gradient_bytes=DTYPES[distributed.gradient_dtype or "fp32"].itemsize,
         exchange_bytes=exchange_dtype(config).itemsize,
         placement=distributed.placement,
         step_groups=distributed.step_groups,

@@ -236,7 +236,7 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
     ranks = inputs.stage_ranks * inputs.pipeline
     # All ranks reduce two 4-byte numbers: the squared norm, and the number of unsound ranks.
     sent["gradient norm"] = np.full(inputs.stage_ranks, 2 * 8 * (ranks - 1) // ranks)
-    tied = [(unit, 4) for unit in units[0] if unit.tied_stage]
+    tied = [(unit, inputs.gradient_bytes) for unit in units[0] if unit.tied_stage]
     if tied:  # two ranks send their shards
         shards = domains["dense"].domain.bucket_layout.shard_elements(tied)
         sent[TIED_SUM] = np.repeat(shards, inputs.tensor)
@@ -261,7 +261,7 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
         state_mean=float(state.mean()) + master,
         memory=Memory(
             weights=numel * inputs.dtype.itemsize,
-            gradients=numel * 4,
+            gradients=numel * inputs.gradient_bytes,
             master=master,
             state=int((state + kept).max()),
             activations=0,
@@ -315,10 +315,12 @@ class DomainPlan:
                     leaving[rank] += numel
                     returning[owner] += numel * size
         sums = self.bucket_layout.shard_elements(
-            (unit, 4) for unit in self.units[0] if unit.summed_over_tensor(inputs.sequence_parallel)
+            (unit, inputs.gradient_bytes)
+            for unit in self.units[0]
+            if unit.summed_over_tensor(inputs.sequence_parallel)
         )
         return {
-            "reduce-scatter": np.full(ranks, others * 4),
+            "reduce-scatter": np.full(ranks, others * inputs.gradient_bytes),
             "all-gather": np.full(ranks, others * inputs.dtype.itemsize),
             "exchange in": leaving * inputs.exchange_bytes,
             "exchange out": returning,

@@ -134,8 +134,9 @@ class PlanInputs(Layout):
     fused_loss       whether the loss is computed by Liger's kernels, without chunks
     compiled         whether norms, rotations and activations are fused by torch.compile
     fused_backward   whether gradients of gated blocks and heads are computed by fused kernels
-    dtype            dtype of weights and activations; gradients and masters are float32
+    dtype            dtype of weights and activations; masters are float32
     rule_operands    operand type of the rules' matmuls, a key of `Device.peak`
+    gradient_bytes   bytes per element in which gradients are accumulated and reduced
     exchange_bytes   bytes per element in which momentum and updates are sent
     step_groups      see `BucketLayout.step_groups`
     """
@@ -148,6 +149,7 @@ class PlanInputs(Layout):
     fused_backward: bool = False
     dtype: torch.dtype = torch.bfloat16
     rule_operands: str = "fp32"
+    gradient_bytes: int = 4
     exchange_bytes: int = 2
     placement: Strategy = "auto"
     step_groups: int | None = None

@@ -239,7 +239,7 @@ def sent_in_one_step(
     by kind.
 
     `stage` is this rank's pipeline rank. `held` is the number of bytes of master weights and state,
-    without counters.
+    without counters, and `gradients` that of gradient buckets.
     """
     layout_groups = start(layout)
     found = []
@@ -254,7 +254,9 @@ def sent_in_one_step(
             "step" in region.state for d in trainer.optimizer.domains for region in d.regions
         )
         held = trainer.optimizer.memory_bytes() - 4 * counters
-        found.append({"stage": layout_groups.pipeline.rank, "held": held, **comm_volume})
+        gradients = sum(g.nbytes for d in trainer.model.domains for g in d.gradients)
+        sizes = {"held": held, "gradients": gradients}
+        found.append({"stage": layout_groups.pipeline.rank, **sizes, **comm_volume})
         torch.distributed.barrier()
     process_groups.shutdown()
     return found
