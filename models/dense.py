@@ -140,9 +140,9 @@ def transformer_config(
     )
 
 
-def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
+def layer_spec(model: ModelConfig, layer: int, mlp: ModuleSpec | None = None) -> ModuleSpec:
     """Return the spec of layer `layer`, which uses Megatron's linear layers and the RMSNorm and
-    core attention from models/blocks."""
+    core attention from models/blocks. `mlp` replaces the dense feed-forward block."""
     row_linear: type[RowParallelLinear] = RowParallelLinear
     if FAMILIES[model.family].post_norms:
         row_linear = NormedRowParallelLinear
@@ -162,7 +162,9 @@ def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
                 k_layernorm=head_norm,
             ),
         )
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_linear)
+    if mlp is None:
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_linear)
+        mlp = ModuleSpec(module=MLP, submodules=linears)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -170,7 +172,7 @@ def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=linears),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -88,10 +88,10 @@ def build(
         module=MoELayer,
         submodules=MoESubmodules(router=Router, experts=experts, shared_experts=shared),
     )
-    specs = [dense.layer_spec(model, layer) for layer in chunk.layers]
-    for layer, spec in zip(chunk.layers, specs, strict=True):
-        if model.mixture(layer) is not None:
-            spec.submodules.mlp = moe
+    specs = [
+        dense.layer_spec(model, layer, None if model.mixture(layer) is None else moe)
+        for layer in chunk.layers
+    ]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     built = dense.assemble(model, config, block, chunk, **options)
     for module in built.modules():
