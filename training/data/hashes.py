@@ -7,7 +7,7 @@ the whole file.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -48,20 +48,16 @@ def file_sha256(path: str | Path) -> str:
 class BlockHashes:
     """Verifies each block of PREFIX.bin once against its hash in PREFIX.blocks.
 
-    prefix  path of both files, without suffix
-    size    size of PREFIX.bin in bytes
-    read    function that maps (offset, count) to bytes of PREFIX.bin, `[count]` uint8
+    prefix   path of both files, without suffix
+    content  bytes of PREFIX.bin, uint8 `[size]`
 
     PREFIX.blocks must have been verified. The methods raise DataError if a block does not match.
     """
 
-    def __init__(
-        self, prefix: str, size: int, read: Callable[[int, int], NDArray[np.uint8]]
-    ) -> None:
+    def __init__(self, prefix: str, content: NDArray[np.uint8]) -> None:
         self._prefix = prefix
-        self._size = size
-        self._read = read
-        blocks = -(-size // BLOCK)
+        self._content = content
+        blocks = -(-len(content) // BLOCK)
         self._hashes = np.memmap(prefix + SUFFIX, np.uint8, "r", shape=(blocks, DIGEST))
         self._seen = np.zeros(blocks, dtype=bool)
 
@@ -78,7 +74,7 @@ class BlockHashes:
             if self._seen[block]:
                 continue
             offset = block * BLOCK
-            content = self._read(offset, min(BLOCK, self._size - offset))
+            content = self._content[offset : offset + BLOCK]
             if block_hash(content.data) != self._hashes[block].tobytes():
                 raise DataError(
                     f"{self._prefix}.bin is corrupt: bytes {offset} to {offset + len(content)} do "

@@ -73,13 +73,10 @@ class MockTokens(TokenSet):
     def check_documents(self, borders: Borders) -> None:
         """No-op, because there are always documents with several tokens."""
 
-    def max_token(self) -> int:
-        """Return the largest token id."""
-        return self.vocabulary - 1
-
-    def min_token(self) -> int:
-        """Return the smallest token id."""
-        return 0
+    @cached_property
+    def token_range(self) -> tuple[int, int]:
+        """Smallest and largest token id."""
+        return 0, self.vocabulary - 1
 
     def unigram_entropy(self) -> float:
         """Return the entropy of the token distribution in nats."""

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from numpy.typing import NDArray
 
-from training.data.document_index import CODES, HEADER, MAGIC, Borders, DocumentIndex
 from training.data.document_index import SPREAD as SPREAD_WINDOWS
+from training.data.document_index import Borders, read_index
 from training.data.hashes import BlockHashes, file_sha256
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
 from training.errors import TOKEN_FILES, DataError, MissingSetError
@@ -64,12 +63,14 @@ class TokenSet:
         self.name = name
         self.prefix = str(prefix)
         self.sequence_length = sequence_length
-        _check_files(name, self.prefix)
+        for suffix in (".idx", ".bin"):
+            if not os.path.isfile(self.prefix + suffix):
+                raise MissingSetError(no_file(name, self.prefix, suffix))
         self._facts = self._file_facts()
-        self._dataset = IndexedDataset(self.prefix)
-        self._dtype = np.dtype(self._dataset.index.dtype)
-        _check_lengths(self._dataset, name, self.prefix)
-        self.tokens: int = os.path.getsize(self.prefix + ".bin") // self._dtype.itemsize
+        self._index = read_index(name, self.prefix)
+        self._bytes = np.frombuffer(np.memmap(self.prefix + ".bin", mode="r"), np.uint8)
+        self._tokens = self._bytes.view(self._index.dtype)
+        self.tokens = len(self._tokens)
         if len(self) == 0:
             raise DataError(
                 f"token set {name} ({prefix}) must contain at least {sequence_length + 1} tokens "
@@ -101,19 +102,12 @@ class TokenSet:
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the positions in `start` to `stop` - 1 at which documents start, in ascending
         order."""
-        return self._documents.starts(start, stop)
-
-    @cached_property
-    def _documents(self) -> DocumentIndex:
-        index = self._dataset.index
-        return DocumentIndex(
-            index.sequence_pointers, index.document_indices, self.tokens, self._dtype.itemsize
-        )
+        return self._index.starts(start, stop)
 
     def documents(self) -> int:
         """Return the number of nonempty documents. Raise DataError if the index is corrupt."""
         try:
-            return self._documents.count()
+            return self._index.count()
         except ValueError as error:
             raise DataError(
                 f"token set {self.name}: {self.prefix}.idx is corrupt: {error}"
@@ -167,7 +161,7 @@ class TokenSet:
     def _stored(self, start: int, count: int) -> NDArray[np.integer]:
         """Verify the blocks that contain the tokens, and return the tokens without checking their
         ids."""
-        size = self._dtype.itemsize
+        size = self._tokens.itemsize
         available = os.path.getsize(self.prefix + ".bin")  # a read past the end kills the process
         if available < (start + count) * size:
             raise DataError(
@@ -176,15 +170,7 @@ class TokenSet:
             )
         if self._blocks is not None:
             self._blocks.check_bytes(start * size, (start + count) * size)
-        view: NDArray[np.integer] = self._dataset.bin_reader.read(
-            self._dtype.type, count, start * size
-        )
-        return view
-
-    def _bytes(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Return `count` bytes `[count]` of the file, starting at `offset`."""
-        view: NDArray[np.uint8] = self._dataset.bin_reader.read(np.uint8, count, offset)
-        return view
+        return self._tokens[start : start + count]
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.integer]]:
         """Yield tokens `start` to `stop` in blocks that fit in memory."""
@@ -194,11 +180,10 @@ class TokenSet:
     def document_parts(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.integer], int]]:
         """For each document that overlaps tokens `start` to `stop`, yield (its tokens up to `stop`,
         the number of its tokens before `start`)."""
-        size = self._dtype.itemsize
-        offsets = self._dataset.index.sequence_pointers
+        size, offsets = self._tokens.itemsize, self._index.places
         first = int(np.searchsorted(offsets, start * size, side="right")) - 1
         last = int(np.searchsorted(offsets, stop * size, side="left"))
-        lengths = self._dataset.index.sequence_lengths[first:last].tolist()
+        lengths = self._index.lengths[first:last].tolist()
         for offset, length in zip(offsets[first:last].tolist(), lengths, strict=True):
             begin = offset // size
             if length:
@@ -228,7 +213,7 @@ class TokenSet:
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
         """Verify the files and blocks selected by `verify`. Return the block hashes, or None if the
         set has no block hashes."""
-        size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
+        stated = self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
                 raise DataError(
@@ -238,7 +223,7 @@ class TokenSet:
             return None
         blocks = "blocks" in stated
         for kind, expected in stated.items():
-            if kind == "bin" and (blocks or (verify == "sample" and size > WHOLE)):
+            if kind == "bin" and (blocks or (verify == "sample" and len(self._bytes) > WHOLE)):
                 continue
             if file_sha256(f"{self.prefix}.{kind}") != expected:
                 raise DataError(
@@ -247,25 +232,18 @@ class TokenSet:
                 )
         if not blocks:
             return None
-        hashes = BlockHashes(self.prefix, size, self._bytes)
+        hashes = BlockHashes(self.prefix, self._bytes)
         rank, ranks = share
         spread = np.linspace(0, len(hashes) - 1, SPREAD, dtype=np.int64)
         hashes.check(range(rank, len(hashes), ranks) if verify == "full" else spread.tolist())
         return hashes
 
-    def max_token(self) -> int:
-        """Return the largest token id, from the manifest or, without a manifest, from a scan of the
-        set."""
-        return self._scanned[1] if self.entry is None else self.entry.max_token
-
-    def min_token(self) -> int:
-        """Return the smallest token id: 0 with a manifest, otherwise the result of a scan of the
-        set."""
-        return self._scanned[0] if self.entry is None else 0
-
     @cached_property
-    def _scanned(self) -> tuple[int, int]:
-        """The smallest token id (0 if all ids are positive) and the largest token id."""
+    def token_range(self) -> tuple[int, int]:
+        """Smallest token id (0 if no id is negative) and largest token id. Taken from the manifest
+        or, without a manifest, from a scan of the set."""
+        if self.entry is not None:
+            return 0, self.entry.max_token
         smallest, largest = 0, 0
         for first in range(0, self.tokens, _SCAN):
             tokens = self._stored(first, min(_SCAN, self.tokens - first))
@@ -280,13 +258,8 @@ class TokenSet:
         """
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
-            if block.min() < 0:
-                raise DataError(
-                    f"token set {self.name} ({self.prefix}): token ids must not be negative, got "
-                    f"{block.min()}"
-                )
-            counts = np.pad(counts, (0, max(0, int(block.max()) + 1 - len(counts))))
-            counts += np.bincount(block, minlength=len(counts))
+            before, counts = counts, np.bincount(block, minlength=len(counts))
+            counts[: len(before)] += before
         frequency = counts[counts > 0] / self.tokens
         return float(-(frequency * np.log(frequency)).sum())
 
@@ -352,15 +325,10 @@ def check_vocabulary(sets: Sequence[TokenSet], vocab_size: int) -> None:
     """
     wrong = [
         f"token set {each.name} ({each.prefix}): token ids must be in [0, vocab_size = "
-        f"{vocab_size}), got {each.min_token()}"
+        f"{vocab_size}), got {token}"
         for each in sets
-        if each.min_token() < 0
-    ]
-    wrong += [
-        f"token set {each.name} ({each.prefix}): token ids must be in [0, vocab_size = "
-        f"{vocab_size}), got {each.max_token()}"
-        for each in sets
-        if each.max_token() >= vocab_size
+        for token in each.token_range
+        if not 0 <= token < vocab_size
     ]
     if wrong:
         raise DataError("\n".join(wrong))
@@ -377,58 +345,3 @@ def no_file(name: str, prefix: str, suffix: str) -> str:
     elif any(os.path.isfile(prefix + end) for end in ("", ".bin", ".npy")):
         hint = f"; {TOKEN_FILES}"
     return f"token set {name}: file {prefix}{suffix} does not exist{hint}"
-
-
-def _check_files(name: str, prefix: str) -> None:
-    """Raise DataError if the index is truncated, because megatron-core would read past its end."""
-    for suffix in (".idx", ".bin"):
-        if not os.path.isfile(prefix + suffix):
-            raise MissingSetError(no_file(name, prefix, suffix))
-    size = os.path.getsize(prefix + ".idx")
-    with open(prefix + ".idx", "rb") as file:
-        header = file.read(HEADER.size)
-        file.seek(max(0, size - 8))
-        last = int.from_bytes(file.read(8), "little")
-    index = f"token set {name}: {prefix}.idx"
-    if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise DataError(f"{index} is corrupt: the file must start with a Megatron index header")
-    _, version, code, sequences, borders = HEADER.unpack(header)
-    if version != 1:
-        raise DataError(f"{index} is corrupt: version must be 1, got {version}")
-    if code not in CODES.values():
-        raise DataError(f"{index} is corrupt: dtype code must denote an integer type, got {code}")
-    expected = HEADER.size + sequences * (4 + 8) + borders * 8
-    if size != expected:
-        raise DataError(
-            f"{index} is corrupt: for {sequences} sequences and {borders} document borders, the "
-            f"file must have {expected} bytes, got {size}"
-        )
-    if os.path.getsize(prefix + ".bin") == 0 or sequences == 0 or borders == 0:
-        raise DataError(f"token set {name} ({prefix}) must contain tokens, got none")
-    if last != sequences:
-        raise DataError(
-            f"{index} is corrupt: the last document must end at sequence {sequences}, got "
-            f"sequence {last}"
-        )
-
-
-def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
-    """Raise DataError if the index does not match the order and size of the .bin file."""
-    lengths, pointers = dataset.index.sequence_lengths, dataset.index.sequence_pointers
-    itemsize = np.dtype(dataset.index.dtype).itemsize
-    expected = 0
-    for first in range(0, len(lengths), _SCAN):
-        part = slice(first, first + _SCAN)
-        ends = expected + np.cumsum(lengths[part], dtype=np.int64) * itemsize
-        starts = np.concatenate([[expected], ends[:-1]])
-        if (lengths[part] < 0).any() or (starts != pointers[part]).any():
-            raise DataError(
-                f"token set {name}: {prefix}.idx is corrupt: its sequences are not contiguous"
-            )
-        expected = int(ends[-1])
-    size = os.path.getsize(prefix + ".bin")
-    if size != expected:
-        raise DataError(
-            f"token set {name}: {prefix}.bin must have {expected} bytes according to the index, "
-            f"got {size}: one of the two files is truncated or from another preparation"
-        )

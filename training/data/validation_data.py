@@ -76,10 +76,11 @@ class ValidationData:
             # Decode the tokens outside the targets, which are fewer, and subtract their bytes.
             rest = [*self.set.document_parts(0, 1), *self.set.document_parts(end, size)]
             return float(entry.bytes - decoded_bytes(decoder, rest))
-        if self.set.max_token() >= len(token_bytes):
+        _, largest = self.set.token_range
+        if largest >= len(token_bytes):
             raise DataError(
                 f"token set {self.name}: token ids must be below the tokenizer's size of "
-                f"{len(token_bytes)}, got {self.set.max_token()}"
+                f"{len(token_bytes)}, got {largest}"
             )
         lengths = token_bytes.numpy()
         blocks = self.set.blocks(1, self.target_tokens + 1)

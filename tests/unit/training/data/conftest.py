@@ -9,7 +9,7 @@ from tests import mixtures
 from tests.mixtures import LENGTH, Read
 from tests.run_configs import tiny_config
 from tests.token_files import write_stream, write_token_set
-from training.data import token_set
+from training.data import document_index, token_set
 from training.data.batches import GlobalBatchSampler
 from training.data.order import TrainingData
 from training.run import train
@@ -19,9 +19,10 @@ SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens
 
 @pytest.fixture(scope="module", autouse=True)
 def small_scans():
-    """Scan token sets in many parts."""
+    """Scan token sets and indexes in many parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_set, "_SCAN", 83)
+        patch.setattr(document_index, "STEP", 2)
         yield
 
 

@@ -86,7 +86,7 @@ def test_documents_are_counted_and_found_anywhere(lengths: list[list[int]], step
     ends = np.cumsum(flat)
     places = (ends - flat) * 2
     borders = np.concatenate([[0], np.cumsum([len(document) for document in lengths])])
-    index = DocumentIndex(places, borders, int(ends[-1]), 2)
+    index = DocumentIndex(flat, places, borders, np.dtype(np.uint16))
     sizes = [sum(document) for document in lengths]
     starts = [sum(sizes[:i]) for i, size in enumerate(sizes) if size]
     with pytest.MonkeyPatch.context() as patch:

@@ -48,4 +48,4 @@ def test_without_sets_there_is_one(tmp_path) -> None:
     config = with_vocabulary(config)
     train, validation = build_data(config)
     assert [each.name for each in (*train.sets, *validation)] == ["mock", "mock"]
-    assert train.sets[0].max_token() == config.model.vocab_size - 1
+    assert train.sets[0].token_range == (0, config.model.vocab_size - 1)
