@@ -17,9 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from models.families import all_units
 from models.units import Unit
-from parallel.checkpoint.safe_index import PLAIN_FILE
-from parallel.checkpoint.state import SCHEMA
-from parallel.checkpoint.state_writer import StateWriter, file_facts, write_plain
+from parallel.checkpoint.state_writer import StateWriter, file_facts, write_extra
 from scripts.command import check_free
 from scripts.data.folder import AtomicFolder
 from scripts.huggingface.export import check_room, raise_problems
@@ -67,7 +65,7 @@ def write_checkpoint(
         (folder.path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
         content = {**meta(folder.path), "weights_only": True, "versions": versions()}
         checkpoints.check_name(target, content["step"])
-        write_plain(state / PLAIN_FILE, {"schema": SCHEMA, "extra": {"step": content["step"]}})
+        write_extra(state, {"step": content["step"]})
         facts = {path.name: file_facts(path) for path in sorted(state.iterdir())}
         checkpoints.seal(folder.path, content, facts)
         folder.commit()

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.checkpoint.state_writer import StatePlanner, first_rank, start_save
+from parallel.checkpoint.state import sharded_state
+from parallel.checkpoint.state_writer import PendingSave, StatePlanner, first_rank
 
 
 def save_state(
@@ -15,10 +16,13 @@ def save_state(
 ) -> None:
     """Save the state of a model and an optimizer to a new `folder`. Must be called on all ranks."""
     first_rank(lambda: Path(folder).mkdir(parents=True))
-    save = start_save(folder, model, optimizer, extra, StatePlanner())
+    model.wait_for_weights()
+    planner = StatePlanner()
+    save = PendingSave(Path(folder), planner, planner.stage(sharded_state(model, optimizer)))
     assert save.poll(timeout=600.0), "the writer took more than ten minutes"
+    assert save.problem is None, save.problem
     written = save.gather()
-    first_rank(lambda: save.finish(written))
+    first_rank(lambda: save.finish(written, extra))
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -327,7 +327,7 @@ def write(*_):
     os.write(1, b"| writes\\n")
     time.sleep(3600)
 state_writer._written = write
-writer = state_writer.PendingSave(None, None, SimpleNamespace(items=[0]), {})
+writer = state_writer.PendingSave(None, None, SimpleNamespace(items=[0]))
 batches = iter(DataLoader(range(10**6), num_workers=1, persistent_workers=True))
 next(batches)
 pid = writer._process.pid

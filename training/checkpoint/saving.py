@@ -4,15 +4,17 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.planner import SavePlan
 
+from parallel.checkpoint.state import sharded_state
 from parallel.checkpoint.state_writer import (
     NotFiniteStateError,
     PendingSave,
@@ -21,7 +23,6 @@ from parallel.checkpoint.state_writer import (
     Written,
     first_rank,
     reason,
-    start_save,
     write_plain,
 )
 from parallel.comm.collectives import from_all, on_first
@@ -35,8 +36,6 @@ from training.config import Config, to_yaml
 from training.errors import Aid
 from training.report.log_lines import LOGS
 
-Result = TypeVar("Result")
-
 ATTEMPTS: Final = 2
 """Maximum number of attempts to save a checkpoint. A second attempt keeps a single disk failure
 from ending the run."""
@@ -49,6 +48,80 @@ REFUSALS: Final = 3
 
 class CheckpointError(RuntimeError):
     """Raised when a checkpoint cannot be written. Earlier checkpoints are left unchanged."""
+
+
+@dataclass
+class Save:
+    """A save in progress.
+
+    meta        contents of meta.json, including the step
+    generators  RNG states of all ranks, on rank 0 only
+    plan        this rank's tensors, which have been copied to host memory
+    attempt     number of the current attempt, from 1
+    writer      writes this rank's tensors
+    sealing     result of sealing the checkpoint, once all ranks have written their tensors
+    """
+
+    meta: Mapping[str, Any]
+    generators: Sequence[Any]
+    plan: SavePlan
+    attempt: int = 1
+    writer: PendingSave = field(init=False)
+    sealing: Future[Path] | None = None
+
+    @property
+    def problem(self) -> BaseException | None:
+        """Error of the current attempt on this rank, if any."""
+        if self.sealing is None:
+            return self.writer.problem
+        return self.sealing.exception() if self.sealing.done() else None
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Wait up to `timeout` seconds, then return whether this rank has written its tensors or,
+        after that, sealed the checkpoint. The result is also True after an error."""
+        if self.sealing is None:
+            return self.writer.poll(timeout)
+        wait([self.sealing], timeout)
+        return self.sealing.done()
+
+
+class Removal:
+    """Removes a run's old checkpoints in the background, on rank 0.
+
+    If a removal fails, it is repeated after the next save.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._aid = Aid("older checkpoints are not removed")
+        self._thread: Thread | None = None
+        self._slow = False
+
+    def start(self) -> None:
+        """Start a removal unless the last one is still in progress."""
+        if self._thread is None:
+            # Removing large files is slow, and a process does not wait for daemon threads.
+            self._thread = Thread(target=self._remove, daemon=True)
+            self._thread.start()
+
+    def _remove(self) -> None:
+        keep = self._config.checkpoint
+        with self._aid:
+            checkpoints.retire(
+                self._config.run.dir, keep_last=keep.keep_last, keep_every=keep.keep_every
+            )
+
+    def wait(self) -> bool:
+        """Wait up to `SLOW` seconds for the removal in progress, if any. Return whether the removal
+        takes longer. Later calls then return False and do not wait, so that a slow removal does not
+        hold up training."""
+        if self._thread is None:
+            return False
+        self._thread.join(0 if self._slow else SLOW)
+        was_slow, self._slow = self._slow, self._thread.is_alive()
+        if not self._slow:
+            self._thread = None
+        return self._slow and not was_slow
 
 
 class Saver:
@@ -79,25 +152,16 @@ class Saver:
         self.last_saved: int | None = None
         # Serialized only once, because this takes longer than copying a small state.
         self._yaml = to_yaml(config)
-        self._meta: dict[str, Any] = {}
-        self._generators: list[Any] = []
-        self._folder = Path()
         self._planner = StatePlanner()
-        self._attempt = 1
-        self._pending: PendingSave | None = None
-        self._gathered = False
-        """Whether all tensors have been written and rank 0 is sealing the checkpoint."""
-        self._sealing: Future[Path] | None = None
-        self._retiring: Future[None] | None = None
-        self._retired = Aid("older checkpoints are not removed")
-        self._removal_is_slow = False
-        self._problem: WriterError | None = None
+        self._save: Save | None = None
+        self._sealer = ThreadPoolExecutor(max_workers=1)
+        self._removal = Removal(config)
         self._refused = 0
 
     @property
     def busy(self) -> bool:
         """Whether a save is in progress."""
-        return self._pending is not None
+        return self._save is not None
 
     def begin(self, meta: Mapping[str, Any]) -> None:
         """Copy this rank's state and start writing it.
@@ -105,50 +169,32 @@ class Saver:
         `meta` contains at least the step. Raises CheckpointError if the folder cannot be created,
         and FolderError if the run folder was moved, removed or taken over by another run.
         """
-        assert self._pending is None
-        self._meta = {**self.facts, **meta}
-        self._attempt = 1
-        self._generators = on_first(rng_state())
-        state = self._new_folder() / STATE
-        step = {"step": self._meta["step"]}
-        self._pending = start_save(state, self.model, self.optimizer, step, self._planner)
+        assert self._save is None
+        self.model.wait_for_weights()
+        plan = self._planner.stage(sharded_state(self.model, self.optimizer))
+        self._attempt(Save({**self.facts, **meta}, on_first(rng_state()), plan))
 
-    def _new_folder(self) -> Path:
-        """Create the new checkpoint's folder on rank 0 and return its path on all ranks."""
-        run_dir, step = self.config.run.dir, self._meta["step"]
+    def _attempt(self, save: Save) -> None:
+        """Start an attempt: create a folder, and write the copied state to it."""
 
-        def make() -> Path:
+        def new_folder() -> Path:
             self.check_folder()
-            return checkpoints.new_folder(run_dir, step)
+            return checkpoints.new_folder(self.config.run.dir, save.meta["step"])
 
         try:
-            self._folder = first_rank(make)
+            folder = first_rank(new_folder)
         except WriterError as error:
-            self._missed(str(error))
-            return self._new_folder()
-        return self._folder
+            return self._retry(save, str(error))
+        save.writer, save.sealing = PendingSave(folder / STATE, self._planner, save.plan), None
+        self._save = save
 
     def status(self) -> tuple[int, int]:
         """Return two flags, each 0 or 1: whether the save has failed on this rank, and whether the
         save is still in progress on this rank."""
-        done = self._pending is None or self._written()
-        return int(self._problem is not None), int(not done)
-
-    def _written(self, timeout: float = 0.0) -> bool:
-        """Wait up to `timeout` seconds, then return whether this rank's part of the save is done or
-        has failed."""
-        assert self._pending is not None
-        try:
-            if self._problem is None and not self._gathered:
-                return self._pending.poll(timeout)
-            if self._problem is None and self._sealing is not None:
-                wait([self._sealing], timeout)
-                if not self._sealing.done():
-                    return False
-                self._sealing.result()  # raises the error of a failed save
-        except WriterError as error:
-            self._problem = error
-        return True
+        if self._save is None:
+            return 0, 0
+        done = self._save.poll()
+        return int(self._save.problem is not None), int(not done)
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
         """Wait for a save in progress to complete. Then wait up to `SLOW` seconds for the removal
@@ -158,33 +204,26 @@ class Saver:
         periodically during the first `SLOW` seconds only, so that the watchdog can detect a stuck
         disk. Raises CheckpointError if the save fails.
         """
-        while self._pending is not None:
+        while (save := self._save) is not None:
             began, next_warning = time.monotonic(), SLOW
-            while not self._written(timeout=1.0):
+            while not save.poll(timeout=1.0):
                 waited = time.monotonic() - began
                 if waited < SLOW:
                     beat()
                 elif waited >= next_warning:
-                    self._say_slow(f"step {self._meta['step']} is not saved", waited)
+                    self._say_slow(f"step {save.meta['step']} is not saved", waited)
                     next_warning *= 2
-            if failed_anywhere(self._problem is not None):
+            if failed_anywhere(save.problem is not None):
                 self.fail()
             else:
                 self.advance()
-        removal = self._retiring
-        if removal is not None:
-            # A removal that takes longer than `SLOW` seconds must not hold up training.
-            wait([removal], 0 if self._removal_is_slow else SLOW)
-            if removal.done():
-                removal.result()
-                self._retiring = None
-            elif not self._removal_is_slow:
-                self._say_slow("older checkpoints are not removed", SLOW)
-            self._removal_is_slow = not removal.done()
+        if self._removal.wait():
+            self._say_slow("older checkpoints are not removed", SLOW)
 
     def _say_slow(self, text: str, seconds: float) -> None:
         text = f"{text} after waiting for {seconds:.0f} s"
-        where = f"is {self._folder.parent} on a slow or stuck disk?"
+        folder = Path(self.config.run.dir) / checkpoints.FOLDER
+        where = f"is {folder} on a slow or stuck disk?"
         print(f"warning: rank {self.groups.rank}: {text}; {where}", flush=True)
 
     def advance(self) -> None:
@@ -193,46 +232,37 @@ class Saver:
         After all tensors have been written, rank 0 seals the checkpoint and removes old checkpoints
         in the background.
         """
-        assert self._pending is not None
-        if not self._gathered:
-            written = self._pending.gather()
-            self._gathered = True
-            if self.groups.rank == 0:
-                self._sealing = _in_background(partial(self._seal, self._pending, written))
+        save = self._save
+        assert save is not None
+        first = self.groups.rank == 0
+        if save.sealing is None:
+            written = save.writer.gather()
+            if first:
+                save.sealing = self._sealer.submit(self._seal, save, written)
+            else:
+                save.sealing = Future()
+                save.sealing.set_result(Path())
             return
-        self.last_saved = self._meta["step"]
-        self._refused = 0
-        if self._sealing is not None:
-            print(f"saved {self._sealing.result()}", flush=True)
-            if self._retiring is None:
-                # Run in the background, because removing large files is slow.
-                self._retiring = _in_background(self._retire, daemon=True)
-        self._reset()
+        self._save, self._refused, self.last_saved = None, 0, save.meta["step"]
+        if first:
+            print(f"saved {save.sealing.result()}", flush=True)
+            self._removal.start()
 
-    def _seal(self, pending: PendingSave, written: Sequence[Written]) -> Path:
+    def _seal(self, save: Save, written: Sequence[Written]) -> Path:
         """Write all non-tensor files, sync all files, and return the step folder."""
-        folder, run_dir = self._folder, Path(self.config.run.dir)
+        folder, run_dir = save.writer.folder.parent, Path(self.config.run.dir)
         try:
             with Aid("logs are not synced to disk"):
                 sync_all([run_dir, *(path for name in LOGS if (path := run_dir / name).exists())])
             (folder / CONFIG).write_text(self._yaml, encoding="utf-8")
-            write_plain(folder / RNG, self._generators)
-            files = pending.finish(written)
-            done = checkpoints.complete(folder, run_dir, self._meta, files)
+            write_plain(folder / RNG, save.generators)
+            files = save.writer.finish(written, {"step": save.meta["step"]})
+            done = checkpoints.complete(folder, run_dir, save.meta, files)
         except Exception as error:
             raise WriterError(reason(error, folder)) from error
         with Aid(f"{done} is saved, but {checkpoints.LATEST} is not updated"):
             checkpoints.name_latest(run_dir, done.name)
         return done
-
-    def _retire(self) -> None:
-        """Remove old checkpoints, on rank 0. If the removal fails, it is retried after the next
-        save."""
-        keep = self.config.checkpoint
-        with self._retired:
-            checkpoints.retire(
-                self.config.run.dir, keep_last=keep.keep_last, keep_every=keep.keep_every
-            )
 
     def fail(self) -> None:
         """Retry a failed save on every rank, with the same state.
@@ -242,65 +272,44 @@ class Saver:
         against bad losses may still rewind the run to an earlier step. The `REFUSALS`-th
         consecutive dropped save raises CheckpointError.
         """
-        problems = [problem for problem in from_all(self._problem) if problem is not None]
-        text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending
+        save = self._save
+        assert save is not None
+        problems = [problem for problem in from_all(save.problem) if problem is not None]
+        text = "; ".join(dict.fromkeys(map(str, problems)))
+        self.abandon()
         if not all(isinstance(problem, NotFiniteStateError) for problem in problems):
-            assert pending is not None
-            self._missed(text)
-            self._pending = pending.again(self._new_folder() / STATE)
-            return
-        self.abandon()
+            return self._retry(save, text)
         self._refused += 1
+        text = f"step {save.meta['step']} could not be saved: {text}"
         if self._refused == REFUSALS:
-            raise self._error(f"{text}; this is the last of {REFUSALS} consecutive failures")
+            raise CheckpointError(f"{text}; this is the last of {REFUSALS} consecutive failures")
         if self.groups.rank == 0:
-            print(f"warning: step {self._meta['step']} could not be saved: {text}", flush=True)
+            print(f"warning: {text}", flush=True)
 
-    def _missed(self, text: str) -> None:
-        """Clean up after a failed attempt to save. Raises CheckpointError if no attempts are
+    def _retry(self, save: Save, text: str) -> None:
+        """Start another attempt after the error `text`. Raises CheckpointError if no attempts are
         left."""
-        self.abandon()
-        if self._attempt == ATTEMPTS:
-            raise self._error(text)
-        self._attempt += 1
+        failed = f"step {save.meta['step']} could not be saved"
+        if save.attempt == ATTEMPTS:
+            raise CheckpointError(f"{failed}: {text}")
+        save.attempt += 1
         if self.groups.rank == 0:
-            step = self._meta["step"]
-            print(f"warning: step {step} could not be saved, trying again: {text}", flush=True)
-
-    def _error(self, text: str) -> CheckpointError:
-        return CheckpointError(f"step {self._meta['step']} could not be saved: {text}")
+            print(f"warning: {failed}, trying again: {text}", flush=True)
+        self._attempt(save)
 
     def abandon(self) -> None:
         """Cancel a save in progress and remove its files if possible.
 
         If the checkpoint is already being sealed, the save is completed instead.
         """
-        if self._pending is not None:
-            self._pending.kill()
-        if self._sealing is not None:
-            wait([self._sealing])
-        self._reset()
-        if self.groups.rank == 0 and self._folder.name.startswith(".writing-"):
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _reset(self) -> None:
-        self._pending = self._sealing = self._problem = None
-        self._gathered = False
-
-
-def _in_background(call: Callable[[], Result], *, daemon: bool = False) -> Future[Result]:
-    """Run `call` in a background thread and return its future. Python does not wait for a daemon
-    thread at exit."""
-    future = Future[Result]()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=daemon).start()
-    return future
+        save, self._save = self._save, None
+        if save is None:
+            return
+        save.writer.kill()
+        if save.sealing is not None:
+            wait([save.sealing])
+        if self.groups.rank == 0:
+            shutil.rmtree(save.writer.folder.parent, ignore_errors=True)
 
 
 def rng_state() -> dict[str, Any]:

@@ -265,9 +265,9 @@ def test_waiting_for_a_disk_that_hangs_is_said_and_is_no_progress(
     Path(config.run.dir).mkdir()
     trainer = build_trainer(config, world, *build_data(config))
     saver = Saver(config, world, trainer.model, trainer.optimizer, {})
-    complete, written, answers = checkpoints.complete, saver._written, threading.Event()
+    complete, poll, answers = checkpoints.complete, saving.Save.poll, threading.Event()
     monkeypatch.setattr(saving, "SLOW", 0.1)
-    monkeypatch.setattr(saver, "_written", lambda timeout: written(timeout / 100))
+    monkeypatch.setattr(saving.Save, "poll", lambda save, timeout: poll(save, timeout / 100))
     monkeypatch.setattr(
         checkpoints, "complete", lambda *given: complete(*given) if answers.wait(10) else None
     )
