@@ -200,9 +200,10 @@ def _store(timeout: datetime.timedelta) -> Store:
     """Return the rendezvous store, with a separate prefix for each call to `initialize`.
 
     torchrun's own store survives restarts, so each restart also has its own prefix. Without the
-    prefixes, a rank could read a stale address from before the last `shutdown` or restart.
+    prefixes, a rank could read a stale address from before the last `shutdown` or restart. A single
+    rank ignores MASTER_ADDR, which a shell or job script may set for other programs.
     """
-    if "MASTER_ADDR" not in os.environ:
+    if world_size() == 1 or "MASTER_ADDR" not in os.environ:  # rehearsals set no address
         return dist.HashStore()  # type: ignore[attr-defined]
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

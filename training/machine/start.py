@@ -19,6 +19,8 @@ from training.machine.device import ROOT, allow_open_files, device_type, library
 
 FOLDERS: Final = ("spectral", "models", "parallel", "training")
 """Folders whose files must be identical on all ranks."""
+RENDEZVOUS: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK")
+"""Environment variables by which several ranks find each other."""
 PATIENCE: Final = 30.0
 """Seconds after which the first rank of a node prints that it is waiting for other ranks."""
 
@@ -33,12 +35,13 @@ def start_groups(config: Config, **options: str) -> Groups:
 
     Raises RanksDifferError if ranks differ in settings, `options`, code or versions. Raises
     CollectiveError if not all ranks start within `parallel.timeout_seconds`. Raises ConfigError if
-    there are several ranks but MASTER_ADDR is not set. Also raises the ConfigError of
-    `check_restarts` and `allow_open_files`.
+    there are several ranks but a variable in `RENDEZVOUS` is not set. Also raises the ConfigError
+    of `check_restarts` and `allow_open_files`.
     """
-    if world_size() > 1 and "MASTER_ADDR" not in os.environ:
+    missing = ", ".join(name for name in RENDEZVOUS if name not in os.environ)
+    if world_size() > 1 and missing:
         raise ConfigError(
-            f"WORLD_SIZE = {world_size()} requires MASTER_ADDR, which is not set: launch with "
+            f"WORLD_SIZE = {world_size()} requires {missing} to be set: launch with "
             "torchrun or --ranks, or unset WORLD_SIZE to train on one rank"
         )
     check_restarts()

@@ -7,10 +7,11 @@ import time
 import pytest
 
 from parallel.comm.collectives import CollectiveError, differing
+from parallel.comm.groups import shutdown
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.errors import ConfigError
-from training.machine.start import check_restarts, source_hash, start_groups
+from training.machine.start import RENDEZVOUS, check_restarts, source_hash, start_groups
 
 
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
@@ -36,10 +37,14 @@ def test_ranks_with_other_code_or_kernels_differ(name: str, tmp_path) -> None:
 
 def test_a_missing_rank_is_named_and_waited_for_a_limited_time(folder, monkeypatch, capfd) -> None:
     config = tiny_config(folder, "muon", parallel__timeout_seconds=1)
-    for name in ("LOCAL_RANK", "MASTER_ADDR"):
+    for name in ("LOCAL_RANK", *RENDEZVOUS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE = 2 requires MASTER_ADDR, which is not set"):
+    needed = "WORLD_SIZE = 2 requires {} to be set: launch with torchrun"
+    with pytest.raises(ConfigError, match=needed.format("MASTER_ADDR, MASTER_PORT, RANK")):
+        start_groups(config)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigError, match=needed.format("MASTER_PORT, RANK")):
         start_groups(config)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -53,6 +58,14 @@ def test_a_missing_rank_is_named_and_waited_for_a_limited_time(folder, monkeypat
     message = ranks.format("must connect") + " within parallel.timeout_seconds = 1: "
     assert str(caught.value).startswith(message)
     assert f"waiting for {ranks.format('to connect')} (parallel.time" in capfd.readouterr().out
+
+
+def test_a_single_rank_ignores_the_address_of_other_programs(folder, monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    groups = start_groups(tiny_config(folder, "muon"))
+    assert groups.rank == 0
+    shutdown()
 
 
 def test_a_single_rank_waits_for_no_other(folder, monkeypatch, capfd) -> None:
