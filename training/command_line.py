@@ -61,7 +61,11 @@ LAUNCHED: Final = (
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
 """Environment variables that launchers set to non-negative integers."""
-PROCESS_COUNTS: Final = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+PROCESS_COUNTS: Final = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+}
 """Environment variables in which other launchers store their number of processes."""
 LAST_PORT: Final = 65535
 
@@ -92,8 +96,8 @@ def check_launched() -> None:
 
 
 def check_single() -> None:
-    """Raise ConfigError if srun or mpirun has started several processes without setting WORLD_SIZE:
-    each process would train its own run."""
+    """Raise ConfigError if srun, mpirun or mpiexec has started several processes without setting
+    WORLD_SIZE: each process would train its own run."""
     for name, launcher in {} if "WORLD_SIZE" in os.environ else PROCESS_COUNTS.items():
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
