@@ -52,7 +52,8 @@ class RunLog:
     events.jsonl    one line per event: time, preceding step, kind and text
 
     A resumed run removes the lines of steps that it will repeat, and then appends to the files.
-    Files left by an earlier run in the same folder are renamed to metrics.1.jsonl and so on.
+    Files left in the folder by an earlier run or by the user are renamed to metrics.1.jsonl,
+    config.1.yaml, data.1.json and so on.
     """
 
     def __init__(
@@ -83,14 +84,6 @@ class RunLog:
                 moved += set_aside(folder / name)
             elif count := drop_later_lines(folder / name, last):
                 damaged.append(f"dropped {count} damaged lines from {name}")
-        if step == 0:
-            moved += set_aside(folder / EVENTS_FILE)
-        if moved:
-            print(f"starting at step 0; renamed logs from an earlier start: {', '.join(moved)}")
-        self.events = LogFile(folder / EVENTS_FILE)
-        replace_file(folder / "config.yaml", to_yaml(config))
-        lines = [json.dumps(asdict(row)) + "\n" for row in routes]
-        replace_file(folder / "routing.jsonl", "".join(lines))
         present = data.at(progress.step).since(progress.phase)
         used = present.describe(final_counts(data, config.train, progress))
         earlier = present.earlier()
@@ -105,7 +98,17 @@ class RunLog:
             "earlier": earlier,
             "phases": [{"after_steps": start, "shares": part.shares} for start, part in phases],
         }
-        replace_file(folder / "data.json", json.dumps(facts, indent=2) + "\n")
+        files = {"config.yaml": to_yaml(config), "data.json": json.dumps(facts, indent=2) + "\n"}
+        if step == 0:
+            moved += set_aside(folder / EVENTS_FILE)
+            for name, text in files.items():
+                moved += set_aside(folder / name, unless=text)
+        if moved:
+            print(f"starting at step 0; renamed existing files: {', '.join(moved)}")
+        self.events = LogFile(folder / EVENTS_FILE)
+        files["routing.jsonl"] = "".join(json.dumps(asdict(row)) + "\n" for row in routes)
+        for name, text in files.items():
+            replace_file(folder / name, text)
         for text in data_lines(data, used, earlier):
             print(f"data {text}", flush=True)
         self.writer = MetricsWriter(folder)
@@ -273,11 +276,16 @@ WARNINGS: Final = {
 metric has grown."""
 
 
-def set_aside(path: Path) -> list[str]:
-    """Rename a nonempty file to the first free `name.N.suffix`. Return [`OLD to NEW`], or [] if no
-    file was renamed."""
-    if path.exists() and path.stat().st_size:
+def set_aside(path: Path, unless: str = "") -> list[str]:
+    """Rename a file to the first free `name.N.suffix`, unless its text is `unless`. Return [`OLD to
+    NEW`], or [] if no file was renamed."""
+    if path.exists() and not _contains(path, unless.encode()):
         names = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
         new = path.rename(next(name for name in names if not name.exists()))
         return [f"{path.name} to {new.name}"]
     return []
+
+
+def _contains(path: Path, content: bytes) -> bool:
+    """Return whether a file contains exactly `content`."""
+    return path.stat().st_size == len(content) and path.read_bytes() == content

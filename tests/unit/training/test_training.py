@@ -94,6 +94,24 @@ def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys)
     )
 
 
+def test_files_of_the_user_in_the_run_folder_are_renamed(folder, world, capsys):
+    """A config.yaml written by the user may set `run.dir` to its own folder."""
+    config = tiny_config(folder, "adamw", train__steps=2, schedule__warmup_steps=0)
+    run = Path(folder) / "run"
+    run.mkdir()
+    own = {"config": ("yaml", "base: ../config.yaml\n"), "data": ("json", '{"text": "own"}\n')}
+    for name, (suffix, text) in own.items():
+        (run / f"{name}.{suffix}").write_text(text)
+    for start in range(2):
+        train(config, world, resume="none")
+        said = "renamed existing files: config.yaml to config.1.yaml, data.json to data.1.json"
+        assert (said in capsys.readouterr().out) == (start == 0)
+    for name, (suffix, text) in own.items():
+        assert (run / f"{name}.1.{suffix}").read_text() == text
+        assert not (run / f"{name}.2.{suffix}").exists()
+    assert load_config(run / "config.yaml") == config
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_role_begins_and_stays_on_the_sphere_of_its_own_radius(steps, folder, world, monkeypatch):
     monkeypatch.setattr("models.initialize.STACK", 3 * 16 * 64)  # three of the eight heads of q
