@@ -59,6 +59,8 @@ class Task:
     sizes      number of characters in each choice, per example
     cut        number of examples with a request truncated from the left to fit the window
     sha256     hash of the file, or None for a random task
+    spaced     number of examples with white space at the end of the context, or at the start or end
+               of a choice
     """
 
     name: str
@@ -67,6 +69,7 @@ class Task:
     sizes: list[list[int]]
     cut: int
     sha256: str | None
+    spaced: int = 0
 
     def __str__(self) -> str:
         """Return the task description that is printed at the start of a run."""
@@ -76,12 +79,16 @@ class Task:
         choices = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
         repeated = sum(len({*tokens}) < len(tokens) for tokens in choices)
         equal = f"; {repeated:,} examples have identical choices (ties go to the first choice)"
+        extra = (
+            f"; {self.spaced:,} examples have extra white space around a choice (context and "
+            "choice are already joined by a space)"
+        )
         chance = sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
         tokens = sum(len(request.tokens) for request in self.requests)
         return (
             f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "
             f"{tokens:,} tokens, chance accuracy {chance:.3f}{made}{cut if self.cut else ''}"
-            f"{equal if repeated else ''}"
+            f"{equal if repeated else ''}{extra if self.spaced else ''}"
         )
 
 
@@ -179,7 +186,14 @@ def read_task(
         [[len(choice) for choice in example.choices] for example in examples],
         cut,
         file_sha256(path),
+        spaced=sum(map(_spaced, examples)),
     )
+
+
+def _spaced(example: Example) -> bool:
+    """Return whether an example has white space next to a choice, besides the delimiter."""
+    texts = [example.context.lstrip(), *example.choices]
+    return any(text != text.strip() for text in texts)
 
 
 def _requests(

@@ -343,6 +343,29 @@ def test_equal_choices_are_counted_in_the_line_of_a_task(choices, said, tokens, 
     assert ("; 1 examples have identical choices (ties" in str(task)) == said
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, False),
+        ({"context": ""}, False),
+        ({"context": "Answer: "}, True),
+        ({"choices": [" a", "b"]}, True),
+        ({"choices": ["a", "b\n"]}, True),
+    ],
+)
+def test_white_space_besides_the_delimiter_is_counted_in_the_line_of_a_task(
+    keys, said, tokens, tmp_path
+):
+    """Files made for other programs often start each choice with a space."""
+    file = tmp_path / "task.jsonl"
+    rows = [GOOD, GOOD | keys, GOOD | keys]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = open_tokenizer(tokens / "tokenizer.json")
+    task = read_task("t", file, tokenizer, window=64, vocab_size=300, end_token=0)
+    text = "; 2 examples have extra white space around a choice (context and choice are already"
+    assert (text in str(task)) == said
+
+
 def test_only_requests_longer_than_a_window_and_its_label_are_cut(tokens, tmp_path):
     file = tmp_path / "task.jsonl"
     file.write_text(json.dumps(GOOD | {"context": "A matrix has rows"}) + "\n")
