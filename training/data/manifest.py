@@ -19,6 +19,7 @@ from training.json_file import read_json
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 """Version of the manifest.json format; bump it if older files become unreadable."""
+MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,8 @@ def shared_text(
     to path prefixes.
 
     Two sets contain the same text if they are the same file, if their manifests list equal hashes
-    of the tokens, or if both manifests list the same input. A training set and its held-out split
+    of the tokens, or if both manifests list the same input. Without manifests, the sizes and the
+    first and last MiB of the files are compared. A training set and its held-out split
     share inputs but no documents, so such a pair is not reported.
     """
     kinds = {"training set": train, "validation set": validation}
@@ -185,6 +187,9 @@ def _shared(first: Path, second: Path) -> str | None:
         return f"both sets are {first}"
     manifests = [manifest_of(prefix) for prefix in (first, second)]
     if manifests[0] is None or manifests[1] is None:
+        with suppress(OSError):
+            if _equal_ends(Path(f"{first}.bin"), Path(f"{second}.bin")):
+                return f"{first} and {second} are equal in size and in the first and last MiB"
         return None
     one, other = manifests[0].sets[first.name], manifests[1].sets[second.name]
     if one.sha256.get("bin") is not None and one.sha256.get("bin") == other.sha256.get("bin"):
@@ -193,3 +198,17 @@ def _shared(first: Path, second: Path) -> str | None:
         return None
     common = len({*one.inputs} & {*other.inputs})
     return f"{first} and {second} have {common:,} inputs in common" if common else None
+
+
+def _equal_ends(first: Path, second: Path) -> bool:
+    """Return whether two files are equal in size, and in the first and last MiB."""
+    size = first.stat().st_size
+    if size != second.stat().st_size:
+        return False
+    with first.open("rb") as one, second.open("rb") as other:
+        for offset in (0, max(0, size - MIB)):
+            one.seek(offset)
+            other.seek(offset)
+            if one.read(MIB) != other.read(MIB):
+                return False
+    return True

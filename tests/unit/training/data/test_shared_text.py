@@ -31,6 +31,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory):
     shutil.copytree(home / "whole", home / "copy")
     shutil.copytree(home / "whole", home / "bare")
     (home / "bare/manifest.json").unlink()
+    shutil.copytree(home / "bare", home / "bare_copy")
+    shutil.copytree(home / "bare", home / "bare_changed")
+    with (home / "bare_changed/a.train.bin").open("r+b") as file:
+        file.write(b"\1\0")
     return home
 
 
@@ -47,6 +51,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory):
         ({"a": "cut/a.train"}, {"a": "cut/a.validation"}, None),
         ({"a": "whole/a.train", "b": "other/b.train"}, {}, None),
         ({"a": "bare/a.train"}, {"a": "cut/a.validation"}, None),
+        ({"a": "bare/a.train"}, {"a": "bare_copy/a.train"}, "are equal in size and in the first"),
+        ({"a": "bare/a.train", "b": "bare_copy/a.train"}, {}, "are equal in size"),
+        ({"a": "whole/a.train"}, {"a": "bare/a.train"}, "are equal in size"),
+        ({"a": "bare/a.train"}, {"a": "bare_changed/a.train"}, None),
         ({"a": "other/a.train"}, {"a": "cut/a.validation", "b": "whole/a.train"}, None),
         ({"a": "whole/a.train"}, {"a": "nowhere/a.train"}, None),
     ],
