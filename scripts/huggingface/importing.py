@@ -1,6 +1,7 @@
 """Import a Hugging Face model folder as a weights-only checkpoint."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -41,6 +42,8 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Supported dtypes, by safetensors name."""
 IGNORED = "rotary_emb.inv_freq"
 """Suffix of non-weight tensors stored by old versions of transformers."""
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+"""Name of a file whose tensors are listed in the index."""
 FORMATS = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
 """Suffixes of files with weights."""
 
@@ -189,6 +192,11 @@ class TheirFiles:
             names = sorted(path.name for path in self.source.iterdir() if path.suffix in FORMATS)
             if not names:
                 raise InputError(f"{self.source} must contain {whole.name} or {INDEX_FILE}")
+            if shards := list(filter(SHARD.fullmatch, names)):
+                raise InputError(
+                    f"{self.source} must contain {INDEX_FILE}, which lists the tensors in "
+                    f"{abridged(shards)}: download or copy this file again"
+                )
             raise InputError(
                 f"{self.source} must contain {whole.name}, got only {abridged(names)}; convert the "
                 "weights with transformers: AutoModelForCausalLM.from_pretrained("

@@ -172,3 +172,7 @@ def test_weights_in_other_files_are_named(name, trained, tmp_path, refusal) -> N
     said = refusal(main(["import", str(out), str(tmp_path / "imported"), *config]))
     assert f"{out} must contain model.safetensors" in said
     assert name is None or f"got only {name}; convert the weights with tr" in said
+    (out / "model-00001-of-00002.safetensors").write_bytes(b"weights")
+    said = refusal(main(["import", str(out), str(tmp_path / "imported"), *config]))
+    lists = "must contain model.safetensors.index.json, which lists the tensors in model-00001-of"
+    assert f"{out} {lists}" in said and "download or copy this file again" in said
