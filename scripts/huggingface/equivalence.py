@@ -49,9 +49,11 @@ def verify(weights: CheckpointWeights, folder: Path) -> None:
         ours = our_logits(weights, tokens, dtype)
     difference = (ours - exported).abs().max().item()
     largest = ours.abs().max().item()
+    name = str(dtype).removeprefix("torch.")
+    rounded = "" if dtype == torch.float32 else f", both models with weights rounded to {name}"
     print(
         f"verified: the float32 logits of {tokens.numel()} tokens differ by at most "
-        f"{difference:.2e} (largest logit {largest:.2f})"
+        f"{difference:.2e} (largest logit {largest:.2f}{rounded})"
     )
     if not difference <= TOLERANCE * max(1.0, largest):
         raise InputError(
