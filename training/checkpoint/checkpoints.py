@@ -79,6 +79,11 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
                     f"{path} is a Hugging Face folder: convert it to a checkpoint with "
                     "scripts/convert_hf.py import"
                 )
+            for run in filter(steps, path.parents[:2]):  # `path` is the folder of checkpoints
+                newest = step_folder(run, steps(run)[-1])
+                raise ResumeError(
+                    f"{path} must be a run folder or a checkpoint, such as {run} or {newest}"
+                )
             raise ResumeError(
                 f"{path} contains no checkpoint; set checkpoint.interval to save checkpoints"
             )

@@ -110,7 +110,12 @@ def test_an_export_states_its_stage_and_gives_no_false_alarm(run, tmp_path, caps
         assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     finally:
         logging.getLogger("transformers").removeHandler(handler)
-    assert "loading the exported model in float32" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "loading the exported model in float32" in printed.err
+    assert "verified: the float32 logits" in printed.out and "rounded" not in printed.out
+    options = ["--dtype", "bfloat16"]
+    assert main(["export", str(folder), str(tmp_path / "bfloat16"), *options]) == 0
+    assert ", both models with weights rounded to bfloat16)" in capsys.readouterr().out
     assert [record.getMessage() for record in records] == []
 
 
@@ -344,6 +349,9 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     assert "nothing does not exist" in refused(capsys, tmp_path / "nothing", out)
     folder = run()
+    for inner in (folder / "checkpoints", folder / "checkpoints" / "latest"):
+        said = f"{inner} must be a run folder or a checkpoint, such as {folder} or {folder}/check"
+        assert said in refused(capsys, inner, out)
     (tmp_path / "young").mkdir()
     shutil.copy(folder / "metrics.jsonl", tmp_path / "young")
     assert "young contains no checkpoint; " in refused(capsys, tmp_path / "young", out)
