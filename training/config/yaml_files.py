@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from models.section import join
 from training.config.binding import NAMED_SECTIONS, InvalidConfigError
@@ -103,6 +103,13 @@ def _readable(prefix: str) -> Iterator[None]:
         raise
     except RecursionError as error:
         raise InvalidConfigError([f"{prefix}: too many nested levels"]) from error
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+        raise InvalidConfigError([f"{prefix}: the text must be UTF-8, got {byte}"]) from error
+    except InterpolationKeyError as error:
+        problem = f"{error.full_key} refers to a missing key ({str(error).splitlines()[0]})"
+        rule = "only keys set in a file or an override can be referred to, not keys with defaults"
+        raise InvalidConfigError([f"{prefix}: {problem}; {rule}"]) from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         text = " ".join(str(error).split()).replace('in "<unicode string>", line', "at line")
         raise InvalidConfigError([f"{prefix}: {text}"]) from error

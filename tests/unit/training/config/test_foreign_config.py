@@ -111,7 +111,12 @@ HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a huge file": (written("a" * (LARGEST + 1)), f"must have at most {LARGEST} bytes"),
     "a number of many digits": (written("a: " + "1" * 5000), "is not valid YAML: Exceeds"),
-    "not UTF-8": (written(b"a: \xff"), "is not valid YAML"),
+    "not UTF-8": (written(b"a: \xff"), "the text must be UTF-8, got byte 0xff at offset 3"),
+    "UTF-16": (written("a: 1".encode("utf-16")), "the text must be UTF-8, got byte 0xff at"),
+    "a reference to a default": (
+        written("run: {name: '${seed}'}"),
+        "run.name refers to a missing key .*'seed'.* not keys with defaults",
+    ),
     "two colons": (written("a: b: c"), "not allowed in this context at line 1, column 5"),
     "a tag": (written("a: !!python/object/apply:os.system [id]"), "is not valid YAML"),
     "two merges": (written("a: {<<: {b: 1}, <<: {b: 2}}"), "a mapping must have at most one <<"),
