@@ -10,7 +10,7 @@ the next step group. The rules in `spectral.rules` are used unchanged.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -82,6 +82,23 @@ class StepGroup:
     materialized: MaterializedUnits
     penalised: PenalisedUnits
     kept: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def matrix_regions(self) -> dict[Rule, list[Region]]:
+        """The regions with a whole-matrix rule, by rule."""
+        regions = [region for region in self.regions if region.assigned.rule.whole_matrix]
+        return grouped(regions, lambda region: region.assigned.rule)
+
+    @cached_property
+    def elementwise_regions(self) -> dict[tuple[Rule, float, float], list[Region]]:
+        """The other regions, by rule, learning rate and weight decay."""
+        regions = [region for region in self.regions if not region.assigned.rule.whole_matrix]
+        return grouped(regions, lambda r: (r.assigned.rule, r.assigned.lr, r.assigned.weight_decay))
+
+    @cached_property
+    def stacks_by_rule(self) -> dict[Rule, list[OwnedStack]]:
+        """The stacks, by rule."""
+        return grouped(self.stacks, lambda stack: stack.rule)
 
 
 class DomainOptimizer:
@@ -176,12 +193,10 @@ class DomainOptimizer:
         """
         shards, masters = self.model.gradient_shards(), self.model.masters
         wide = torch.promote_types(shards[0].dtype, torch.float32)
-        matrices = [r for r in group.regions if r.assigned.rule.whole_matrix]
-        for rule, regions in grouped(matrices, lambda r: r.assigned.rule).items():
+        for rule, regions in group.matrix_regions.items():
             gradients = [region.of(shards) for region in regions]
             accumulate_(rule, gradients, [region.state for region in regions], active, wide)
-        elements = [r for r in group.regions if not r.assigned.rule.whole_matrix]
-        for (rule, lr, weight_decay), regions in grouped(elements, rule_and_rates).items():
+        for (rule, lr, weight_decay), regions in group.elementwise_regions.items():
             step = Step(rate(lr), weight_decay, active)
             stacks = [
                 Stack(
@@ -217,7 +232,7 @@ class DomainOptimizer:
         weights = StackMemory(stacks, master.dtype, master.device)
         kept, local = self._weight_parts(group, weights.pieces)
         copy_all_([*kept, *local])
-        for rule, owned in grouped(group.stacks, lambda stack: stack.rule).items():
+        for rule, owned in group.stacks_by_rule.items():
             units = [
                 SteppedStack(stack, momentum, weights, stack.assigned.step(rate, active))
                 for stack in owned
@@ -290,12 +305,6 @@ class DomainOptimizer:
             else:
                 state = rule.init_state(weight)
             yield Region(bucket, start, length, assigned, in_norm, state)
-
-
-def rule_and_rates(region: Region) -> tuple[Rule, float, float]:
-    """Return the rule, learning rate and weight decay of a region."""
-    assigned = region.assigned
-    return assigned.rule, assigned.lr, assigned.weight_decay
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
