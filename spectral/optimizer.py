@@ -301,21 +301,26 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     )
 
     def _rename(self) -> None:
-        """Update the names in groups after another program has removed or added parameters.
+        """Update the names in groups after another program has removed, added or moved parameters.
 
         Raises ValueError for a parameter that was never named.
         """
         for group in self.param_groups:
             params, names = group["params"], group.get("param_names")
-            if names is None or len(names) == len(params):
+            if names is None:
                 continue
-            for parameter in params:
-                if parameter not in self._names:
+            known = [self._names.get(parameter) for parameter in params]
+            if len(names) == len(params) and not any(
+                old != name and old in names for old, name in zip(known, names, strict=True)
+            ):
+                continue  # the program may have renamed or replaced parameters
+            for parameter, name in zip(params, known, strict=True):
+                if name is None:
                     raise ValueError(
                         "every parameter in a group with param_names must have a name, got an "
                         f"unnamed parameter of shape {tuple(parameter.shape)}; use add_param_group"
                     )
-            group["param_names"] = [self._names[parameter] for parameter in params]
+            group["param_names"] = known
 
     def _completed(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
         """Fill in all fields of a group's rule. Raises the same errors as `SpectralOptimizer`."""

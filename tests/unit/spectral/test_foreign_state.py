@@ -530,6 +530,25 @@ def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) ->
         optimizer.step()
 
 
+def test_names_follow_parameters_that_change_places() -> None:
+    """A parameter that is removed and appended again keeps its name. An unnamed parameter takes
+    the name of the parameter it replaces, but no name of a parameter that is still in the group."""
+    first, second = (Parameter(torch.ones(4, 4)) for _ in range(2))
+    optimizer = Muon([("first", first), ("second", second)], lr=0.1)
+    [group] = optimizer.param_groups
+    group["params"].append(group["params"].pop(0))
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["second", "first"]
+    group["params"][1] = Parameter(torch.ones(4, 4))
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["second", "first"]
+    group["params"].reverse()
+    with pytest.raises(ValueError, match="must have a name"):
+        optimizer.state_dict()
+    group["params"].reverse()
+    group["param_names"] = ["renamed", "too"]
+    optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["renamed", "too"]
+
+
 def test_numbers_of_numpy_are_saved_as_plain_numbers() -> None:
     """A schedule computed with NumPy may write NumPy numbers into the groups."""
     optimizer, file = made("muon"), io.BytesIO()
