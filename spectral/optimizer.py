@@ -16,7 +16,7 @@ Parameters may be DTensors from FSDP2, HSDP and tensor parallelism; see
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress
 from numbers import Number
 from types import MappingProxyType
@@ -44,7 +44,7 @@ from .parameter_split import ParameterSplit, check_name
 from .parameter_state import (
     MASTER,
     Columns,
-    Kind,
+    Member,
     Snapshot,
     check_entries,
     complete_numbers,
@@ -53,11 +53,9 @@ from .parameter_state import (
     follow_weight,
     forget,
     initial_state,
-    kinds_of,
     listed_in,
     loaded,
     members_of,
-    names_of,
     rule_of,
     same,
     saved_problems,
@@ -178,6 +176,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if "beta1" in defaults:  # read by schedulers that cycle the momentum
             defaults.setdefault("momentum", defaults["beta1"])
         self._reset_figures()
+        # By parameter, including parameters that left their group, until their name is reused.
+        self._members: dict[Tensor, Member] = {}
         self._replicas = replicas
         self._exchange_dtype = exchange_dtype
         if isinstance(params, ParameterSplit):
@@ -198,8 +198,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._ranks: RankGroup | None = None
         self._present = 0  # hash of the parameters that had gradients in the last step
         self._snapshot: Snapshot | None = None  # of the last step
-        self._kinds: dict[Tensor, Kind] = {}
-        self._names: dict[Tensor, str] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -215,7 +213,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset_figures()
-        self._kinds, self._names = kinds_of(self.param_groups), names_of(self.param_groups)
+        if "defaults" in state:  # a copy; `load_state_dict` completes the groups later
+            self._members = {m.parameter: m for m in members_of(self.param_groups)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, fill in all fields of its rule, and initialise its state."""
@@ -232,15 +231,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
             group.pop(key, None)
         try:
             _check_parameters(group, rule, division)
-            check_entries([group], self.state)
-            self._initialise(group)
+            members = {m.parameter: m for m in members_of([group])}
+            check_entries(members.values(), self.state)
+            self._initialise(members.values())
         except (ValueError, TypeError):
             for parameter in self.param_groups.pop()["params"]:
                 if parameter not in stepped:
                     self.state.pop(parameter, None)
             raise
-        self._kinds |= dict.fromkeys(group["params"], (group["rule"], division))
-        self._names |= names_of([group])
+        self._members |= members
 
     def _warn_unnamed(self) -> None:
         """Warn if several 2-D parameters have no names or units: some may not be single
@@ -275,7 +274,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             parameter = getattr(holder(), "_parameters", {}).get(name.rpartition(".")[2])
             if parameter is None or not parameter.requires_grad or parameter.grad is None:
                 continue
-            if parameter not in self._kinds:
+            if all(parameter is not p for p in listed_in(self.param_groups, "params")):
                 names.append(name)
         if names:
             _warn(
@@ -288,12 +287,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Raise ValueError if the model replaced a parameter, because the gradient is then
         missing."""
         named = dict(module.named_parameters()) if module is not None else {}
-        present = {*named.values()}
+        present, stepped = {*named.values()}, {*listed_in(self.param_groups, "params")}
         for group in self.param_groups:
             for name, old in zip(group.get("param_names", ()), group["params"], strict=False):
                 now = named.get(name)
                 replaced = now is not None and now.grad is not None and old not in present
-                if replaced and old.grad is None and now not in self._kinds:
+                if replaced and old.grad is None and now not in stepped:
                     raise ValueError(
                         f"{name} was replaced after the optimizer was created, for example by "
                         "fully_shard or load_state_dict(assign=True); create the optimizer after "
@@ -309,18 +308,33 @@ class SpectralOptimizer(torch.optim.Optimizer):
             params, names = group["params"], group.get("param_names")
             if names is None:
                 continue
-            known = [self._names.get(parameter) for parameter in params]
+            known = [self._members[p].name if p in self._members else "" for p in params]
             if len(names) == len(params) and not any(
                 old != name and old in names for old, name in zip(known, names, strict=True)
             ):
                 continue  # the program may have renamed or replaced parameters
             for parameter, name in zip(params, known, strict=True):
-                if name is None:
+                if not name:
                     raise ValueError(
                         "every parameter in a group with param_names must have a name, got an "
                         f"unnamed parameter of shape {tuple(parameter.shape)}; use add_param_group"
                     )
             group["param_names"] = known
+
+    def _check_kinds(self) -> None:
+        """Raise ValueError if a rule or division does not match the state of a parameter."""
+        for group in self.param_groups:
+            name, division = group["rule"], Division.of(group["units"])
+            for parameter in group["params"]:
+                old = self._members.get(parameter)
+                if old is None or (old.rule_name, old.division) == (name, division):
+                    continue
+                if self.state.get(parameter, {}).keys() & {*entry_names(old.rule)}:
+                    raise ValueError(
+                        "the rule and units of a parameter with optimizer state must not change "
+                        f"from {old.rule_name!r} and {old.division.settings()} to {name!r} and "
+                        f"{division.settings()}; create a new optimizer or group for the parameter"
+                    )
 
     def _completed(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
         """Fill in all fields of a group's rule. Raises the same errors as `SpectralOptimizer`."""
@@ -360,32 +374,31 @@ class SpectralOptimizer(torch.optim.Optimizer):
             "optimizer.add_param_group for each group of split_parameters(module)"
         )
 
-    def _initialise(self, group: dict[str, Any]) -> None:
-        """Bring a group's state in line with its parameters, and create missing entries."""
-        rule, masters = rule_of(group), self.defaults["master_weights"]
-        for parameter in group["params"]:
-            follow(parameter, self.state[parameter], rule, masters=masters)
-        self._complete(group, group["params"])
+    def _initialise(self, members: Collection[Member]) -> None:
+        """Bring the state of members in line with their parameters, and create missing entries."""
+        masters = self.defaults["master_weights"]
+        for member in members:
+            follow(member.parameter, self.state[member.parameter], member.rule, masters=masters)
+        self._complete(members)
 
     @ieee_products()
-    def _complete(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
-        """Create the missing state entries of a group's parameters from their weights."""
-        rule, division = rule_of(group), Division.of(group["units"])
-        names = {*entry_names(rule)}
-        incomplete = [p for p in parameters if not names <= self.state[p].keys()]
-        shared = [p for p in incomplete if self._is_shared(p, rule)]
+    def _complete(self, members: Iterable[Member]) -> None:
+        """Create the missing state entries of members from their weights."""
+        incomplete = [
+            m for m in members if not {*entry_names(m.rule)} <= {*self.state[m.parameter]}
+        ]
+        shared, alone = self._by_sharing(incomplete)
         states = {
-            p: initial_state(rule, division, p, self._weight(p))
-            for p in incomplete
-            if not self._is_shared(p, rule)
+            m.parameter: initial_state(m.rule, m.division, m.parameter, self._weight(m.parameter))
+            for m in alone
         }
-        matrices = self._shared_matrices([(p, rule, division) for p in shared])
+        matrices = self._shared_matrices(shared)
         if matrices is not None:
-            weights = [self._weight(p) for p in shared]
+            weights = [self._weight(m.parameter) for m in shared]
             entries = matrices.initial_states(weights)
-            for p, weight, state in zip(shared, weights, entries, strict=True):
-                zeros = {k: torch.zeros_like(weight) for k in rule.elementwise_state}
-                states[p] = {k: placed_like(v, p) for k, v in zeros.items()} | state
+            for member, weight, state in zip(shared, weights, entries, strict=True):
+                p, names = member.parameter, member.rule.elementwise_state
+                states[p] = {k: placed_like(torch.zeros_like(weight), p) for k in names} | state
         for parameter, state in states.items():
             entries = self.state[parameter]
             entries |= {name: x for name, x in state.items() if name not in entries}
@@ -394,9 +407,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Return this rank's part of the weight to update: the master, if any, or the parameter."""
         return local_of(self.state[parameter].get(MASTER, parameter))
 
-    def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
-        """Return whether the ranks that share a parameter divide the work on its matrices."""
-        return rule.whole_matrix and (is_dtensor(parameter) or self._replicas is not None)
+    def _by_sharing(self, members: Iterable[Member]) -> tuple[list[Member], list[Member]]:
+        """Split members into those whose matrices several ranks update together, and the others."""
+        shared: list[Member] = []
+        alone: list[Member] = []
+        for member in members:
+            among_ranks = self._replicas is not None or is_dtensor(member.parameter)
+            (shared if member.rule.whole_matrix and among_ranks else alone).append(member)
+        return shared, alone
 
     def _share(self) -> Snapshot:
         """Bring state and owners in line with the current parameters, which may have been replaced.
@@ -410,37 +428,28 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 follow_weight(parameter, master)
             return before
         self._rename()
-        kinds = kinds_of(self.param_groups)
-        for parameter, kind in kinds.items():
-            old = self._kinds.get(parameter, kind)
-            if kind != old and self.state.get(parameter):
-                raise ValueError(
-                    "the rule and units of a parameter with optimizer state must not change from "
-                    f"{old[0]!r} and {old[1].settings()} to {kind[0]!r} and {kind[1].settings()}; "
-                    "create a new optimizer or group for the parameter"
-                )
-        check_entries(self.param_groups, self.state)
-        for group in self.param_groups:
-            self._initialise(group)
-        forget(self.state, {p: self._kinds[p] for p in self._kinds.keys() - kinds.keys()})
-        now = Snapshot(self.param_groups, self.state)
+        self._check_kinds()
+        members = {m.parameter: m for m in members_of(self.param_groups)}
+        check_entries(members.values(), self.state)
+        self._initialise(members.values())
+        departed = [old for parameter, old in self._members.items() if parameter not in members]
+        forget(self.state, departed)
+        now = Snapshot(self.param_groups, self.state, members)
         self._ranks = self._all_ranks(now.parameters)
         if before is None and self._ranks is None:
             self._warn_alone()
         if before is None or before.forms != now.forms:
             self._matrices = None
-        shared = [m[:3] for m in members_of(self.param_groups) if self._is_shared(*m[:2])]
-        if self._matrices is None or not same([p for p, _, _ in shared], [*self._matrices.index]):
+        shared, _ = self._by_sharing(members.values())
+        parameters = [member.parameter for member in shared]
+        if self._matrices is None or not same(parameters, [*self._matrices.index]):
             self._matrices = self._shared_matrices(shared)
-        self._kinds, self._snapshot = kinds, now
-        names = names_of(self.param_groups)
-        replaced = {*names.values()}  # names whose former parameters are no longer needed
-        self._names = {p: n for p, n in self._names.items() if n not in replaced} | names
+        names = {member.name for member in members.values()}
+        self._members = members | {m.parameter: m for m in departed if m.name not in names}
+        self._snapshot = now
         return now
 
-    def _shared_matrices(
-        self, members: Sequence[tuple[Tensor, Rule, Division]]
-    ) -> "SharedMatrices | None":
+    def _shared_matrices(self, members: Sequence[Member]) -> "SharedMatrices | None":
         """Return the matrices that several ranks update together, or None.
 
         Raises ValueError if parameters are on different meshes.
@@ -450,7 +459,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         from .sharded.ranks import check_one_mesh
         from .sharded.shared_matrices import SharedMatrices
 
-        parameters = [parameter for parameter, _, _ in members]
+        parameters = [member.parameter for member in members]
         check_one_mesh(parameters)
         ranks = self._all_ranks(parameters)
         assert ranks is not None  # only replicas share plain parameters
@@ -535,7 +544,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             entries = {**saved["state"]}
             self.state.update(entries.pop(FOREIGN, {}))
             ids = iter(listed_in(saved["param_groups"], "params"))
-            for member, key in zip(members_of(self.param_groups), ids, strict=False):
+            members = [*members_of(self.param_groups)]
+            for member, key in zip(members, ids, strict=False):
                 parameter, shapes = member.parameter, member.shapes
                 state = complete_numbers(entries.pop(key, {}), shapes, local_of(parameter).device)
                 self.state[parameter] = {
@@ -543,9 +553,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     for name, value in state.items()
                 }
             # Create the entries that an earlier version did not save.
-            for group in self.param_groups:
-                self._complete(group, [p for p in group["params"] if self.state[p]])
+            self._complete([member for member in members if self.state[member.parameter]])
             self.state.update(entries)
+            self._members |= {member.parameter: member for member in members}
 
         # Registered so that users' pre-hooks run before these hooks, and users' post-hooks after
         # them.
@@ -596,10 +606,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for p in group["params"]
             if p.grad is not None
         }
-        self._step_shared(rule, [p for p in steps if self._is_shared(p, rule)], steps)
+        shared, alone = self._by_sharing(map(self._members.__getitem__, steps))
+        self._step_shared(rule, [member.parameter for member in shared], steps)
         assert self._snapshot is not None  # of this step
-        alone = [p for p in steps if not self._is_shared(p, rule)]
-        units = [unit for p in alone for unit in self._snapshot.units(p, rule)]
+        units = [unit for m in alone for unit in self._snapshot.units(m.parameter, rule)]
         shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
         stacks = [
             ParameterUnits(rule, stack, self.state, steps[stack[0].parameter]) for stack in shapes
@@ -727,7 +737,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _named(self, parameters: Iterable[Tensor]) -> str:
         """List parameters by name, or by shape if they have no name."""
         return _listed(
-            [self._names.get(p) or f"a parameter of shape {tuple(p.shape)}" for p in parameters]
+            [self._members[p].name or f"a parameter of shape {tuple(p.shape)}" for p in parameters]
         )
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import fields
 from functools import cache, lru_cache
+from itertools import chain, repeat
 from numbers import Real
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -131,14 +132,16 @@ def initial_state(rule: Rule, division: Division, parameter: Tensor, weight: Ten
 
 NON_NEGATIVE = ("step", "variance", "square")
 """State entries that are counts or means of squares."""
-Kind = tuple[str, Division]
-"""A parameter's rule and division, which determine its state."""
 
 
 class Member(NamedTuple):
-    """A parameter in a group, with its rule, division and name."""
+    """A parameter in a group, with the rule and the division that determine its state.
+
+    `rule_name` is the rule's key in `RULES`. `name` is "" if the group has no names.
+    """
 
     parameter: Tensor
+    rule_name: str
     rule: Rule
     division: Division
     name: str
@@ -158,10 +161,9 @@ def members_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Member]:
     """Yield the parameters of groups, group by group."""
     for group in groups:
         rule, division = rule_of(group), Division.of(group["units"])
-        names = group.get("param_names")
-        for i, parameter in enumerate(group["params"]):
-            name = names[i] if names else f"parameter {i}"
-            yield Member(parameter, rule, division, name)
+        names = chain(group.get("param_names", ()), repeat(""))
+        for parameter, name in zip(group["params"], names, strict=False):
+            yield Member(parameter, group["rule"], rule, division, name)
 
 
 def listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
@@ -199,35 +201,17 @@ def _field_names(kind: type[Rule]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def kinds_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Kind]:
-    """Map each parameter to its rule and division."""
-    return {
-        parameter: (group["rule"], division)
-        for group in groups
-        for division in (Division.of(group.get("units")),)
-        for parameter in group["params"]
-    }
-
-
-def names_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
-    """Map named parameters to their names."""
-    return {
-        parameter: name
-        for group in groups
-        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
-    }
-
-
-def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+def check_entries(members: Iterable[Member], state: Mapping[Any, Any]) -> None:
     """Raise ValueError for state entries that do not match their parameter.
 
     Numbers in the state are converted to 0-d tensors.
     """
-    for member in members_of(groups):
+    for i, member in enumerate(members):
         entries = state.get(member.parameter)
         if entries:
-            numbers = complete_numbers(entries, member.shapes, local_of(member.parameter).device)
-            for problem in entry_problems(numbers, member.shapes, member.parameter, member.name):
+            name, shapes = member.name or f"parameter {i}", member.shapes
+            numbers = complete_numbers(entries, shapes, local_of(member.parameter).device)
+            for problem in entry_problems(numbers, shapes, member.parameter, name):
                 raise ValueError(f"{problem}; was the parameter sharded without its state?")
             entries |= numbers
 
@@ -272,17 +256,14 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
                 yield f"{entry} of parameter {key} must not be negative"
 
 
-def forget(state: dict[Any, Any], kinds: Mapping[Tensor, Kind]) -> None:
-    """Remove the rule's state entries for parameters that are no longer in a group.
-
-    `kinds` maps each of these parameters to its former rule and division.
-    """
-    for parameter, (rule, _) in kinds.items():
-        entries = state.get(parameter, {})
-        for name in (*entry_names(RULES[rule]()), MASTER):
+def forget(state: dict[Any, Any], members: Iterable[Member]) -> None:
+    """Remove the rule's state entries of members that are no longer in a group."""
+    for member in members:
+        entries = state.get(member.parameter, {})
+        for name in (*entry_names(member.rule), MASTER):
             entries.pop(name, None)
         if not entries:
-            state.pop(parameter, None)
+            state.pop(member.parameter, None)
 
 
 Columns = dict[tuple[torch.dtype, torch.device], list[list[Tensor]]]
@@ -306,7 +287,12 @@ class Snapshot:
         columns: the tensors updated in each AdamW group.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, State],
+        members: Mapping[Tensor, Member],
+    ) -> None:
         self.parameters: list[Tensor] = listed_in(groups, "params")
         self.sharded = any(map(is_dtensor, self.parameters))
         self.forms = self._forms(groups)
@@ -324,7 +310,7 @@ class Snapshot:
             _columns(group["params"], state) if type(rule_of(group)) is AdamWRule else {}
             for group in groups
         ]
-        self._divisions = {member.parameter: member.division for member in members_of(groups)}
+        self._members = members
         self._units: dict[Tensor, tuple[Rule, list[SteppedUnit]]] = {}
 
     def _forms(self, groups: Sequence[Mapping[str, Any]]) -> tuple[list[torch.Size], list[object]]:
@@ -353,7 +339,7 @@ class Snapshot:
         """Return a parameter's units, which do not depend on the rule's hyper-parameters."""
         cached = self._units.get(parameter)
         if cached is None or cached[0] is not rule:
-            units = SteppedUnit.of(parameter, rule, self._divisions[parameter])
+            units = SteppedUnit.of(parameter, rule, self._members[parameter].division)
             cached = self._units[parameter] = rule, units
         return cached[1]
 

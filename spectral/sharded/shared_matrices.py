@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..batching import grouped
 from ..device_values import surely_finite, unless_all
-from ..division import Division, SteppedUnit, numel_of, relative, sizes_of
+from ..division import SteppedUnit, numel_of, relative, sizes_of
 from ..local_part import local_of
+from ..parameter_state import Member
 from ..rules import Report, Rule, Stack, State
 from ..rules.base import Step, decay_
 from ..stepping import Units, accumulate_, step_units
@@ -48,9 +49,10 @@ class SharedParameter:
     entries    each rank's part of every per-matrix state entry
     """
 
-    def __init__(self, parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> None:
-        self.parameter, self.rule = parameter, rule
-        self.units = SteppedUnit.of(parameter, rule, division)
+    def __init__(self, member: Member, ranks: RankGroup) -> None:
+        parameter = self.parameter = member.parameter
+        self.rule = member.rule
+        self.units = SteppedUnit.of(parameter, self.rule, member.division)
         self.layout = layout_of(parameter, ranks)
         self.entries = {
             name: flat_layout(last.start + last.shape.numel(), parameter, ranks)
@@ -69,17 +71,17 @@ class SharedMatrices:
     def __init__(
         self,
         ranks: RankGroup,
-        parameters: Iterable[tuple[Tensor, Rule, Division]],
+        members: Iterable[Member],
         *,
         exchange_dtype: torch.dtype | None = None,
     ) -> None:
-        """Choose owners; every rank must pass the same parameters in the same order.
+        """Choose owners; every rank must pass the same members in the same order.
 
         Momenta and updates are sent in `exchange_dtype`; None means no conversion.
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
-        self.parameters = [SharedParameter(*member, ranks) for member in parameters]
+        self.parameters = [SharedParameter(member, ranks) for member in members]
         self.index = {shared.parameter: i for i, shared in enumerate(self.parameters)}
         works = [
             Work(
