@@ -58,15 +58,17 @@ class PhaseUse:
         return {n: count * sequence_length for n, count in zip(self.weights, used, strict=True)}
 
 
-def phase_uses(config: Config) -> list[PhaseUse]:
-    """Return the data usage in each phase of a run that starts at step 0."""
+def phase_uses(config: Config, last: int) -> list[PhaseUse]:
+    """Return the data usage in each phase of the first `last` steps."""
     train = config.train
     first = {name: each.weight for name, each in with_mock_sets(config.data).train.items()}
     mixtures = [first, *(phase.weights for phase in config.data.phases)]
     starts = [0, *config.phase_starts()]
     uses, tokens = [], 0
-    for start, end, weights in zip(starts, [*starts[1:], train.steps], mixtures, strict=True):
-        samples = train.samples(start, tokens, end)
+    for start, end, weights in zip(starts, [*starts[1:], last], mixtures, strict=True):
+        if start >= last:
+            break
+        samples = train.samples(start, tokens, min(end, last))
         tokens += samples * train.sequence_length
         named = {name: weight for name, weight in sorted(weights.items()) if weight}
         uses.append(PhaseUse(start, samples, named))
@@ -75,7 +77,8 @@ def phase_uses(config: Config) -> list[PhaseUse]:
 
 def data_table(config: Config) -> str:
     """Return a table of each set's shares, tokens and epochs, with a note on repeated sets."""
-    uses, tokens, length = phase_uses(config), Counter[str](), config.train.sequence_length
+    train = config.train
+    uses, tokens, length = phase_uses(config, train.last), Counter[str](), train.sequence_length
     sizes = {}  # tokens per epoch
     for name, each in {} if config.data.mock else config.data.train.items():
         if (manifest := manifest_of(each.path)) is not None:
@@ -129,7 +132,7 @@ def attended_length(config: Config) -> float:
         return config.train.sequence_length
     weights = {name: each.weight for name, each in config.data.train.items()}
     if config.data.phases:
-        uses = phase_uses(config)
+        uses = phase_uses(config, config.train.steps)  # even if the run ends early
         weights = {n: sum(u.samples * u.shares.get(n, 0.0) for u in uses) for n in weights}
     sets = tuple((config.data.train[name].path, weight) for name, weight in weights.items())
     return _attended_length(sets if documents_known(config) else (), config.train.sequence_length)
@@ -198,12 +201,12 @@ def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float
     per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks
     return [
         (each, step_time(replace(shape, microbatches=each.batch // per_pass), loads).total)
-        for each in config.train.equal_steps()
+        for each in config.train.equal_steps(until=config.train.last)
     ]
 
 
 def gpu_hours(config: Config, planned: Plan) -> float:
-    """Return the GPU-hours of the whole run, based on the modelled step times."""
+    """Return the GPU-hours of a run up to `train.last`, based on the modelled step times."""
     seconds = sum(each.steps * time for each, time in batch_seconds(config, planned))
     return seconds * planned.gpus / 3600
 

@@ -97,7 +97,7 @@ def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCos
 def run_hours(config: Config, planned: Plan) -> float:
     """Return the GPU-hours of a planned run, including its monitors."""
     cost = planned_cost(config, planned)
-    monitored = config.train.steps // cost.interval if cost.interval else 0
+    monitored = config.train.last // cost.interval if cost.interval else 0
     seconds = monitored * (cost.seconds or 0.0)
     return gpu_hours(config, planned) + seconds * planned.gpus / 3600
 
@@ -205,9 +205,9 @@ def task_cost(config: Config, planned: Plan) -> str | None:
     tokens = sum(next(step for step in steps if step >= length) for length in sequences)
     step_tokens = train.global_batch * train.sequence_length
     seconds = planned.time.forward * tokens / step_tokens
-    times = 1 + (train.steps - 1) // section.interval if section.interval else 1
+    times = 1 + (train.last - 1) // section.interval if section.interval else 1
     share = times * seconds * planned.gpus / (3600 * gpu_hours(config, planned))
-    repeated = 0 < section.interval < train.steps
+    repeated = 0 < section.interval < train.last
     often = f"every {section.interval:,} steps" if repeated else "after the last step"
     return (
         f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences, {tokens:,} tokens in "

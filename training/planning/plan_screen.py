@@ -56,7 +56,7 @@ def run_table(config: Config, planned: Plan) -> str:
     length = attended_length(config)
     size = model_size(config.model, length)
     microbatches = train.global_batch // (train.micro_batch * planned.data // parallel.context)
-    total = train.samples() * train.sequence_length
+    total = train.samples(until=train.last) * train.sequence_length
     ramp = []
     *stages, _ = batch_seconds(config, planned)
     for i, (each, seconds) in enumerate(stages):
@@ -73,15 +73,15 @@ def run_table(config: Config, planned: Plan) -> str:
         *ramp,
         (
             "whole run",
-            f"{train.steps:,} steps, {total:,} tokens, {size.flops_per_token:.4g} FLOPs per token, "
+            f"{train.last:,} steps, {total:,} tokens, {size.flops_per_token:.4g} FLOPs per token, "
             f"{size.flops_per_token * total:.4g} in all",
         ),
         ("checkpoints", checkpoints_text(config)),
     ]
     if train.exits_early:
         text = (
-            f"after step {train.last:,} (train.exit_step); checkpoints are counted up to this "
-            "step, everything else up to train.steps"
+            f"after step {train.last:,} of {train.steps:,} (train.exit_step): tokens, FLOPs, times "
+            "and checkpoints are those of the steps up to there"
         )
         rows.insert(-1, ("early end", text))
     if config.data.document_mask:

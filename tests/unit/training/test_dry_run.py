@@ -14,6 +14,7 @@ from tests.run_configs import tiny_config
 from tests.small_recipes import every_recipe
 from training.config import load_config
 from training.dry_run import rule_operands
+from training.planning.plan_commands import dry_run
 
 SCREEN = 60
 
@@ -216,3 +217,24 @@ def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch, capsys):
 def test_a_rules_time_is_that_of_its_dtype(rule, dtype, operands, tmp_path):
     keys = {"optimizer__rules__muon__msign_dtype": dtype}
     assert rule_operands(tiny_config(str(tmp_path), rule, **keys)) == operands
+
+
+def test_a_run_that_ends_early_is_planned_up_to_its_last_step(tmp_path, capsys):
+    """Tokens, times and checkpoints are those of a run with as many steps."""
+    keys = {"train__batch_ramp": "[{batch: 4, until_steps: 5}]", "monitors__interval": 5}
+    keys |= {"data__train__more__path": "more", "data__train__more__weight": 3}
+    later = ", ".join(f"{{after_steps: {n}, weights: {{more: 1}}}}" for n in (8, 12))
+    keys["data__phases"] = f"[{later}]"
+    early = tiny_config(str(tmp_path), "muon", **keys, train__exit_step=11)
+    keys["data__phases"] = "[{after_steps: 8, weights: {more: 1}}]"
+    short = tiny_config(str(tmp_path), "muon", **keys, train__steps=11)
+    content = {}
+    for name, config in {"early": early, "short": short}.items():
+        dry_run(config, 2, "h100", str(tmp_path / f"{name}.json"))
+        printed = capsys.readouterr().out
+        content[name] = sections(printed), json.loads((tmp_path / f"{name}.json").read_text())
+    (shown, planned), (expected, whole) = content["early"], content["short"]
+    end = shown["run"].pop("early end")
+    assert end[0].startswith("after step 11 of 20 (train.exit_step): tokens, FLOPs, times")
+    assert "11 steps" in shown["run"]["whole run"][0] and whole["gpu_hours"] > 0
+    assert (shown, planned) == (expected, whole)

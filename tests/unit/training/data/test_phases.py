@@ -122,7 +122,8 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(start, tmp_path, cap
     assert {name for name, _ in whole[beginnings[16] :]} == {"small"}
     rates = {line["step"]: line["lr/matrix"] for line in metrics_of(tmp_path / "run")}
     assert rates[16] == max(rates.values()) > rates[18]
-    uses = phase_uses(load_config(tmp_path / "run" / "config.yaml"))
+    config = load_config(tmp_path / "run" / "config.yaml")
+    uses = phase_uses(config, config.train.steps)
     assert [use.after_steps for use in uses] == [0, *beginnings]
     borders = [0, *beginnings.values(), 464]
     for use, first, end in zip(uses, borders[:-1], borders[1:], strict=True):
