@@ -374,6 +374,11 @@ def opening_notes(
     if start is not None:
         for text in announced(start, config, beginning.facts, beginning.machine):
             yield "changed", f"changed since step {start.step}: {text}"
+        done, length = trainer.progress, config.train.sequence_length
+        total = done.tokens + config.train.samples(done.step, done.tokens) * length
+        if total != config.train.samples() * length:  # which is printed at startup
+            before = f"{done.tokens:,} of them before step {done.step + 1:,}"
+            yield "changed", f"tokens: {total:,} in total, {before}"
         if 0 < phase.sample == trainer.progress.sample:
             counts = (f"{s.name} {phase.tokens(s.name):,}" for s in trainer.present.sets)
             where = f"new mixture from sample {phase.sample:,} on; tokens read so far"

@@ -24,7 +24,9 @@ STARTS = [
 ]
 
 
-def test_over_three_resumes_with_another_batch_and_length(folder, tmp_path, world, monkeypatch):
+def test_over_three_resumes_with_another_batch_and_length(
+    folder, tmp_path, world, monkeypatch, capsys
+):
     read = 0
     batches = training_step.training_batches
 
@@ -43,6 +45,10 @@ def test_over_three_resumes_with_another_batch_and_length(folder, tmp_path, worl
     for keys in STARTS:
         train(tiny_config(folder, "muon", **common, **keys), world)
         seen.append(read)
+    printed = re.findall(
+        "tokens: (.*) in total, (.*) of them before step (.*)", capsys.readouterr().out
+    )
+    assert printed == [("1,664", "768", "4"), ("1,344", "1,024", "6"), ("1,728", "1,152", "8")]
     assert read == 3 * 8 * 32 + 2 * 4 * 32 + 2 * 4 * 16 + 3 * 8 * 24
     folder = tmp_path / "run"
     logged = {line["step"]: line["progress/tokens"] for line in read_metrics(folder)}
