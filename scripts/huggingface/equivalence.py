@@ -36,7 +36,13 @@ def verify(weights: CheckpointWeights, folder: Path) -> None:
     """
     length = weights.config.train.sequence_length
     if (folder / "tokenizer.json").exists():
-        tokenizer = checked_tokenizer(folder, with_template=weights.info.imported)
+        try:
+            tokenizer = checked_tokenizer(folder, with_template=weights.info.imported)
+        except InputError as error:
+            raise InputError(
+                f"{error}; to export the model, pass --no-tokenizer, and load the tokenizer with "
+                "PreTrainedTokenizerFast(tokenizer_file=...)"
+            ) from None
         options = {"truncation": True, "max_length": length, "add_special_tokens": False}
         tokens = torch.tensor([tokenizer(TEXT, **options)["input_ids"]])
     else:  # ids from the whole vocabulary

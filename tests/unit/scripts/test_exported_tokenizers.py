@@ -161,6 +161,18 @@ def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> Non
     assert "was not checked, because the checkpoint does not record" in capsys.readouterr().err
 
 
+def test_a_class_that_transformers_forces_on_a_model_is_refused_with_a_way_out(
+    trained, tmp_path, refusal
+) -> None:
+    """transformers 5 loads every Qwen2 model's tokenizer as Qwen2Tokenizer, which splits the text
+    into single digits."""
+    run, out = trained("template", model__attention_bias="qkv"), tmp_path / "out"
+    said = refusal(main(["export", str(run), str(out)]))
+    assert "transformers' Qwen2Tokenizer must encode text as tokenizer.json does" in said
+    assert "pass --no-tokenizer, and load the tokenizer with PreTrainedTokenizerFast" in said
+    assert main(["export", str(run), str(out), "--no-tokenizer"]) == 0
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", None])
 def test_weights_in_other_files_are_named(name, trained, tmp_path, refusal) -> None:
     out = tmp_path / "out"
