@@ -1,14 +1,16 @@
 """Training loop: steps, logging, validation, checkpoints, stops and rewinds."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import profiler
 
 from spectral.ieee_products import ieee_products
 from training.evaluation import Interrupted, evaluate, score, tokens_of_a_pass
-from training.lifecycle.lifecycle import Lifecycle
+from training.lifecycle.lifecycle import NoLifecycle
 from training.lifecycle.pace import collect
 from training.nonfinite import NonFiniteError
 from training.step import StepResult, Trainer
@@ -43,7 +45,6 @@ class Hooks:
     on_step    called with the number and result of each step
     rewind     called with an error; rewinds to a checkpoint and returns whether it succeeded
     lifecycle  saves checkpoints and handles stop requests
-    profile    profiles the operations in some steps
     """
 
     report: Callable[[dict[str, Any], int], None] = ignore
@@ -51,8 +52,7 @@ class Hooks:
     note: Callable[[str, int, str], None] = ignore
     on_step: Callable[[int, StepResult], None] = ignore
     rewind: Callable[[NonFiniteError], bool] = lambda error: False
-    lifecycle: Lifecycle | None = None
-    profile: StepProfile | None = None
+    lifecycle: NoLifecycle = NoLifecycle()
 
 
 NO_HOOKS = Hooks()
@@ -60,12 +60,20 @@ NO_HOOKS = Hooks()
 
 class Loop:
     """Training loop of one rank: runs the trainer's steps and, after each step, the work that is
-    due."""
+    due.
+
+    Attributes:
+        validation: metrics of the last validation.
+    """
 
     def __init__(self, trainer: Trainer, hooks: Hooks = NO_HOOKS) -> None:
         self.trainer = trainer
         self.config = trainer.config
         self.hooks = hooks
+        self.profile = StepProfile(
+            trainer.config, trainer.groups, trainer.progress.step, hooks.note
+        )
+        self.validation: dict[str, float] = {}
 
     def run(self) -> Outcome:
         """Train from the current step to the last, validate, and return the outcome.
@@ -73,79 +81,76 @@ class Loop:
         After too many consecutive skipped steps, rewind the run. Raises NonFiniteError if the run
         cannot be rewound, and CheckpointError if a checkpoint cannot be written.
         """
-        while True:
-            try:
-                return self.run_until_stopped()
-            except NonFiniteError as error:
-                if not self.hooks.rewind(error):
-                    raise
+        with contextlib.closing(self.profile):
+            while True:
+                try:
+                    return self.run_until_stopped()
+                except NonFiniteError as error:
+                    if not self.hooks.rewind(error):
+                        raise
 
     def run_until_stopped(self) -> Outcome:
         """Train until the last step or until a stop is requested, then save."""
-        trainer, lifecycle, profile = self.trainer, self.hooks.lifecycle, self.hooks.profile
-        trainer.pace.restart(trainer.progress)
-        last = self.config.train.last
-        # Report the metrics of the last step that the run did not report because it was stopped.
-        validation: dict[str, float] | None = {}
-        unreported, trainer.progress.unreported = trainer.progress.unreported, {}
-        if unreported.pop("due", False):
-            validation = self.validate_and_report(unreported)
-        while trainer.progress.step < last and validation is not None:
-            validation = self.step_and_report()
-            if lifecycle is not None and lifecycle.due(trainer.progress.step):
-                with profiler.record_function("checkpoint"):
-                    lifecycle.save(trainer.checkpoint())
-            if lifecycle is not None and lifecycle.stopping:
-                break
-        if profile is not None:
-            profile.finish(trainer.progress.step)
-        if lifecycle is not None:
-            with profiler.record_function("checkpoint"):
-                lifecycle.save_last(trainer.checkpoint())
-        early = trainer.progress.step < last or validation is None
-        reason = lifecycle.reason if lifecycle is not None and early else None
-        return Outcome(trainer.progress.step, validation or {}, reason)
-
-    def step_and_report(self) -> dict[str, float] | None:
-        """Take the next step, then validate and report metrics if either is due.
-
-        Returns the validation metrics, {} if no validation was due, or None if validation was
-        interrupted by a stop request.
-        """
-        trainer, train, hooks = self.trainer, self.config.train, self.hooks
-        progress, mixture = trainer.progress, trainer.present
-        if train.batch(progress.step, progress.tokens) != trainer.batch:
-            trainer.read_on()
-            text = f"batch: {trainer.batch:,} sequences per step from step {progress.step + 1:,} on"
-            hooks.note("batch", progress.step, f"{text}, after {progress.tokens:,} tokens")
-        trainer.tokens_before = progress.tokens
-        samples = progress.advance(trainer.batch, train.sequence_length)
-        step = progress.step
-        if hooks.profile is not None:
-            hooks.profile.before(step)
-        result = trainer.step(step - 1)
-        if hooks.profile is not None:
-            with trainer.pace.pause():
-                hooks.profile.after(step)
-        collect(step)
-        following = trainer.data.at(step)
-        if following.blend is not mixture.blend:
-            read = mixture.read(progress.sample)
-            progress.phase = following.phase_after(progress.sample, read)
-            trainer.read_on()
-            shares = ", ".join(
-                f"{name} {share:.1%} ({progress.phase.tokens(name):,} tokens read before)"
-                for name, share in following.shares.items()
+        trainer, lifecycle, last = self.trainer, self.hooks.lifecycle, self.config.train.last
+        progress = trainer.progress
+        trainer.pace.restart(progress)
+        if progress.unreported:  # a stop request interrupted the validation after the last step
+            self.validate_and_report(
+                {name: value for name, value in progress.unreported.items() if name != "due"}
             )
-            hooks.note("data", step, f"data from step {step + 1:,} on: {shares}")
+        while progress.step < last and lifecycle.reason is None:
+            self.step_and_report()
+            lifecycle.save_if_due(progress.step, trainer.checkpoint)
+        self.profile.finish(progress.step)
+        lifecycle.save_last(trainer.checkpoint)
+        finished = progress.step >= last and not progress.unreported
+        return Outcome(progress.step, self.validation, None if finished else lifecycle.reason)
+
+    def step_and_report(self) -> None:
+        """Take the next step, then validate and report metrics if either is due."""
+        trainer, hooks, progress = self.trainer, self.hooks, self.trainer.progress
+        self._begin_ramp_stage()
+        trainer.tokens_before = progress.tokens
+        samples = progress.advance(trainer.batch, self.config.train.sequence_length)
+        step = progress.step
+        self.profile.before(step)
+        result = trainer.step(step - 1)
+        with trainer.pace.pause():
+            self.profile.after(step)
+        collect(step)
+        self._begin_data_phase()
         trainer.guard.record(step, samples, result.active)
         trainer.spectral.record(result.active)
         hooks.on_step(step, result)
-        if hooks.lifecycle is not None:
-            hooks.lifecycle.after_step(step)
+        hooks.lifecycle.after_step(step)
         with ieee_products():
             metrics = self.due_figures(step, samples, result)
-        return self.validate_and_report(metrics)
+        self.validate_and_report(metrics)
+
+    def _begin_ramp_stage(self) -> None:
+        """If the next step starts a stage of the batch ramp, change the batch size."""
+        trainer, progress = self.trainer, self.trainer.progress
+        if self.config.train.batch(progress.step, progress.tokens) != trainer.batch:
+            trainer.read_on()
+            text = f"batch: {trainer.batch:,} sequences per step from step {progress.step + 1:,} on"
+            self.hooks.note("batch", progress.step, f"{text}, after {progress.tokens:,} tokens")
+
+    def _begin_data_phase(self) -> None:
+        """If the next step starts a data phase, read the training sets with the weights of that
+        phase."""
+        trainer, progress = self.trainer, self.trainer.progress
+        before, following = trainer.data.at(progress.step - 1), trainer.data.at(progress.step)
+        if following.blend is before.blend:
+            return
+        read = before.since(progress.phase).read(progress.sample)
+        progress.phase = following.phase_after(progress.sample, read)
+        trainer.read_on()
+        shares = ", ".join(
+            f"{name} {share:.1%} ({progress.phase.tokens(name):,} tokens read before)"
+            for name, share in following.shares.items()
+        )
+        text = f"data from step {progress.step + 1:,} on: {shares}"
+        self.hooks.note("data", progress.step, text)
 
     def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
@@ -173,30 +178,35 @@ class Loop:
             metrics |= trainer.penalty.metrics(result.loss.item())
         return metrics
 
-    def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Validate if due, report `metrics`, and return the validation metrics. Return {} if no
-        validation was due, and None if a stop request interrupted the validation."""
-        trainer, config, step = self.trainer, self.config, self.trainer.progress.step
-        validation: dict[str, float] = {}
-        scores: dict[str, float] = {}
-        samples: dict[str, str] = {}
+    def validate_and_report(self, metrics: dict[str, Any]) -> None:
+        """Run the evaluations that are due, and report `metrics` and the evaluations' metrics.
+
+        If a stop request interrupts an evaluation, `metrics` are stored and reported when the run
+        resumes.
+        """
+        progress, measured = self.trainer.progress, dict(metrics)
+        progress.unreported = {}
         try:
-            if trainer.validation and self.due(config.validation.interval, step):
-                with trainer.pace.pause(), profiler.record_function("validation"):
-                    validation = self.evaluate()
-            if trainer.tasks and self.due(config.tasks.interval, step):
-                with trainer.pace.pause(), profiler.record_function("validation"):
-                    scores = self.score()
+            for evaluation in self.due_evaluations():
+                with self.trainer.pace.pause(), profiler.record_function("validation"):
+                    measured |= evaluation()
         except Interrupted:
-            trainer.progress.unreported = {**metrics, "due": True}
-            return None
-        if trainer.sampler is not None and self.due(config.validation.samples_interval, step):
-            with trainer.pace.pause(), profiler.record_function("validation"):
-                samples = trainer.sampler.sample(trainer.model, trainer.groups, self.beat)
-        if metrics or validation or scores or samples:
-            seen = {"progress/tokens": trainer.progress.tokens}
-            self.hooks.report({**metrics, **validation, **scores, **samples, **seen}, step)
-        return validation
+            progress.unreported = {**metrics, "due": True}
+            return
+        if measured:
+            self.hooks.report({**measured, "progress/tokens": progress.tokens}, progress.step)
+
+    def due_evaluations(self) -> Iterator[Callable[[], Mapping[str, Any]]]:
+        """Yield the functions that measure the model after the current step."""
+        trainer, config = self.trainer, self.config
+        if trainer.validation and self.due(config.validation.interval, trainer.progress.step):
+            yield self.evaluate
+        if trainer.tasks and self.due(config.tasks.interval, trainer.progress.step):
+            yield self.score
+        interval = config.validation.samples_interval
+        if trainer.sampler is not None and self.due(interval, trainer.progress.step):
+            beat = self.hooks.lifecycle.beat
+            yield partial(trainer.sampler.sample, trainer.model, trainer.groups, beat)
 
     def due(self, interval: int, step: int) -> bool:
         """Return whether periodic work is due after `step`. Such work is due every `interval` steps
@@ -205,14 +215,15 @@ class Loop:
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of all validation sets. Raises Interrupted after a stop request."""
-        return evaluate(
+        self.validation = evaluate(
             self.trainer.model,
             self.trainer.groups,
             self.trainer.validation,
             micro_batch=self.config.train.micro_batch,
-            stop=self.stop_now,
+            stop=self.hooks.lifecycle.stop_now,
             mixture={name: each.weight for name, each in self.config.data.train.items()},
         )
+        return self.validation
 
     def score(self) -> dict[str, float]:
         """Return the metrics of all tasks. Raises Interrupted after a stop request."""
@@ -224,14 +235,5 @@ class Loop:
             self.trainer.tasks,
             vocab_size=model.vocab_size,
             most_tokens=tokens_of_a_pass(train, model, groups),
-            stop=self.stop_now,
+            stop=self.hooks.lifecycle.stop_now,
         )
-
-    def stop_now(self) -> bool:
-        """Return whether a stop was requested on any rank. Collective."""
-        return self.hooks.lifecycle is not None and self.hooks.lifecycle.stop_now()
-
-    def beat(self) -> None:
-        """Send a heartbeat to the watchdog, if any."""
-        if self.hooks.lifecycle is not None:
-            self.hooks.lifecycle.watchdog.beat(self.trainer.progress.step)

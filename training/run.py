@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,7 @@ from training.nonfinite import NonFiniteError
 from training.planning.added_cost import monitor_cost
 from training.run_log import RunLog, write_failure
 from training.step import StepResult, Trainer
-from training.step_profile import StepProfile, announcement
+from training.step_profile import announcement
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
@@ -204,8 +204,6 @@ def train(
                 )
         lifecycle = stack.enter_context(accompanied(trainer, beginning, interrupts))
         hooks = run_hooks(trainer, lifecycle, log, on_step)
-        if hooks.profile is not None:
-            stack.callback(hooks.profile.close)
         try:
             with naming_absent(groups), collected_at_steps():
                 outcome = Loop(trainer, hooks).run()
@@ -285,19 +283,16 @@ def run_hooks(
     on_step: Callable[[int, StepResult], None],
 ) -> Hooks:
     """Return the hooks of a run. If logging fails, the run saves a checkpoint before it ends."""
-    config = trainer.config
-    logged = Hooks() if log is None else Hooks(report=log.report, record=log.record, note=log.note)
-    note, profile = lifecycle.deferring(logged.note), None
-    if config.log.profile is not None:
-        profile = StepProfile(config, trainer.groups, trainer.progress.step, note)
-    return Hooks(
-        report=lifecycle.deferring(logged.report),
-        record=lifecycle.deferring(logged.record),
-        note=note,
-        on_step=on_step,
-        rewind=partial(rewind, trainer, lifecycle, log),
-        lifecycle=lifecycle,
-        profile=profile,
+    hooks = Hooks(
+        on_step=on_step, rewind=partial(rewind, trainer, lifecycle, log), lifecycle=lifecycle
+    )
+    if log is None:
+        return hooks
+    return replace(
+        hooks,
+        report=lifecycle.deferring(log.report),
+        record=lifecycle.deferring(log.record),
+        note=lifecycle.deferring(log.note),
     )
 
 
@@ -483,6 +478,8 @@ def accompanied(
     stops = StopRequests(config.run.dir, config.stop, first=first, interrupts=interrupts)
     with contextlib.closing(folder), watchdog, stops:
         try:
-            yield Lifecycle(config, saver, stops, watchdog, Agreement(groups.host))
+            yield Lifecycle(
+                config, saver, stops, watchdog, Agreement(groups.host), trainer.progress.step
+            )
         finally:
             saver.abandon()

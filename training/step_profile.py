@@ -59,7 +59,8 @@ def _named(steps: range) -> str:
 
 
 class StepProfile:
-    """Profiles this rank's steps. All ranks call its methods, even ranks that are not profiled."""
+    """Profiles this rank's steps, if the config enables profiling. All ranks call its methods, even
+    ranks that are not profiled."""
 
     def __init__(
         self, config: Config, groups: Groups, after: int, note: Callable[[str, int, str], None]
@@ -67,14 +68,15 @@ class StepProfile:
         """The run resumes after step `after`; `note` is called with the kind, step and text of an
         event."""
         section = config.log.profile
-        assert section is not None
-        self.section = section
         self.folder = Path(config.run.dir) / FOLDER
         self.rank, self.host = groups.rank, groups.host
         self.cuda = groups.device.type == "cuda"
         self.note = note
-        self.steps = profiled_steps(section, after, config.train.last)
-        self.profiled = self.rank in section.ranks
+        self.steps = range(0)
+        if section is not None:
+            self.steps = profiled_steps(section, after, config.train.last)
+        self.profiled = section is not None and self.rank in section.ranks
+        self.memory = section is not None and section.memory
         self._done = not self.steps
         self._taken = 0
         self._session: profiler.profile | None = None
@@ -89,7 +91,7 @@ class StepProfile:
             if self._session is None:
                 activities = [profiler.ProfilerActivity.CPU]
                 activities += [profiler.ProfilerActivity.CUDA] * self.cuda
-                if self.section.memory:
+                if self.memory:
                     torch.cuda.memory._record_memory_history(max_entries=LARGEST_HISTORY)
                 session = profiler.profile(activities=activities, record_shapes=True)
                 session.start()
@@ -138,7 +140,7 @@ class StepProfile:
             self._messages.append(
                 f"{what}: {path}, {_megabytes(path)}, for https://ui.perfetto.dev"
             )
-        if self.section.memory:
+        if self.memory:
             with self._failing():
                 path = self.folder / f"{name}.memory.pickle"
                 torch.cuda.memory._dump_snapshot(str(path))
@@ -147,7 +149,7 @@ class StepProfile:
             self._forget_allocations()
 
     def _forget_allocations(self) -> None:
-        if self.section.memory:
+        if self.memory:
             with self._failing():
                 torch.cuda.memory._record_memory_history(enabled=None)
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final, ParamSpec
 
+from torch import profiler
+
 from parallel.comm.collectives import Agreement
 from parallel.disk import replace_file
 from training.checkpoint.saving import CheckpointError, Saver
@@ -167,8 +169,35 @@ class StopRequests:
 P = ParamSpec("P")
 
 
+Checkpoint = Callable[[], Mapping[str, Any]]
+"""Returns the trainer's non-tensor state, to be stored in a checkpoint. Collective."""
+
+
+class NoLifecycle:
+    """Lifecycle of a loop that neither saves checkpoints nor stops before the last step."""
+
+    reason: str | None = None
+    """Reason for stopping, identical on all ranks; None if no stop has been requested."""
+
+    def after_step(self, step: int) -> None:
+        """Exchange stop requests after `step`."""
+
+    def stop_now(self) -> bool:
+        """Return whether a stop has been requested on any rank. Collective."""
+        return False
+
+    def beat(self) -> None:
+        """Send a heartbeat."""
+
+    def save_if_due(self, step: int, checkpoint: Checkpoint) -> None:
+        """Start to save if a regular checkpoint is due after `step`."""
+
+    def save_last(self, checkpoint: Checkpoint) -> None:
+        """Save the last step unless it is already saved."""
+
+
 @dataclass(eq=False)
-class Lifecycle:
+class Lifecycle(NoLifecycle):
     """Saving, stop requests and heartbeat of a run. Every rank calls `after_step` after every step.
 
     If an event such as a signal reaches any rank, all ranks react to it at the same step.
@@ -180,18 +209,8 @@ class Lifecycle:
     watchdog: Watchdog
     agreement: Agreement
     step: int = 0
+    reason: str | None = None
     _asked_about_save: bool = False
-    _stop: int = 0
-
-    @property
-    def reason(self) -> str | None:
-        """Reason for stopping; None if no stop has been requested."""
-        return REASONS.get(self._stop)
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the run is stopping; all ranks get the same value."""
-        return self._stop > 0
 
     def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
         """Wrap `call` so that its first error is stored, and raised later by `save_last`.
@@ -213,7 +232,7 @@ class Lifecycle:
         Raises CheckpointError after the last failed attempt to save.
         """
         self.step = step
-        self.watchdog.beat(step)
+        self.beat()
         failed, busy = self.saver.status()
         asked, self._asked_about_save = self._asked_about_save, self.saver.busy
         answer = self.agreement.delayed([self.stops.wanted(), failed, busy])
@@ -226,31 +245,44 @@ class Lifecycle:
         elif asked and not busy:
             self.saver.advance()
             self._asked_about_save = False  # the pending exchange still reports the finished save
-        self._stop = self._stop or stop
+        self.reason = self.reason or REASONS.get(stop)
 
     def stop_now(self) -> bool:
         """Return whether a stop has been requested on any rank. Collective, for use between
         steps."""
+        self.beat()
+        self.reason = self.reason or REASONS.get(self.agreement.now([self.stops.wanted(), 0, 0])[0])
+        return self.reason is not None
+
+    def beat(self) -> None:
+        """Send a heartbeat to the watchdog."""
         self.watchdog.beat(self.step)
-        self._stop = self._stop or self.agreement.now([self.stops.wanted(), 0, 0])[0]
-        return self._stop > 0
 
-    def due(self, step: int) -> bool:
-        """Return whether a regular checkpoint is due after `step`."""
+    def save_if_due(self, step: int, checkpoint: Checkpoint) -> None:
+        """If a regular checkpoint is due after `step`, wait for the previous save to complete, then
+        start a new one."""
         interval = self.config.checkpoint.interval
-        return interval > 0 and step % interval == 0
+        if interval > 0 and step % interval == 0:
+            with profiler.record_function("checkpoint"):
+                meta = checkpoint()
+                self.wait()
+                self.saver.begin(meta)
 
-    def save(self, meta: Mapping[str, Any]) -> None:
-        """Wait for the previous save to complete, then start a new one."""
-        self.wait()
-        self.saver.begin(meta)
-
-    def save_last(self, meta: Mapping[str, Any]) -> None:
+    def save_last(self, checkpoint: Checkpoint) -> None:
         """Save the last step unless it is already saved, and remove the STOP file.
 
         Raises CheckpointError if the state contains non-finite values. Otherwise, raises the
         deferred error of this rank, if any.
         """
+        with profiler.record_function("checkpoint"):
+            self._save_last(checkpoint())
+        if self.reason is not None and self.stops.first:
+            with Aid(f"{STOP} could not be removed, but later starts will ignore it"):
+                self.stops.stop_file.unlink(missing_ok=True)
+        if self.stops.error is not None:
+            raise self.stops.error
+
+    def _save_last(self, meta: Mapping[str, Any]) -> None:
         if self.config.checkpoint.interval > 0:
             self.wait()
             if self.saver.last_saved != meta["step"]:
@@ -261,15 +293,10 @@ class Lifecycle:
                     f"the last step ({meta['step']}) could not be saved, because the training "
                     "state is not finite"
                 )
-        if self.stopping and self.stops.first:
-            with Aid(f"{STOP} could not be removed, but later starts will ignore it"):
-                self.stops.stop_file.unlink(missing_ok=True)
-        if self.stops.error is not None:
-            raise self.stops.error
 
     def wait(self) -> None:
         """Wait for a save in progress to complete."""
-        self.saver.wait(self._failed_anywhere, lambda: self.watchdog.beat(self.step))
+        self.saver.wait(self._failed_anywhere, self.beat)
         self._asked_about_save = False
 
     def _failed_anywhere(self, failed: bool) -> bool:
@@ -279,5 +306,5 @@ class Lifecycle:
         requests itself.
         """
         stop, failures, _ = self.agreement.now([self.stops.wanted(), int(failed), 0])
-        self._stop = self._stop or stop
+        self.reason = self.reason or REASONS.get(stop)
         return failures > 0
