@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,10 @@ from parallel.optimizer.distributed_optimizer import DisagreementError, Distribu
 from training.assignments import config_routes
 from training.build import build_trainer, restore, rewind
 from training.checkpoint.checkpoints import check_place
-from training.checkpoint.initial_weights import InitialWeights, initial_weights, rescaling_warning
+from training.checkpoint.initial_weights import InitialWeights, initial_weights
 from training.checkpoint.resume import (
     Identity,
-    announced,
     check_content,
-    contents_of,
     data_facts,
     find_start,
     identity,
@@ -30,18 +28,14 @@ from training.checkpoint.resume import (
 from training.checkpoint.saving import CheckpointError, Saver
 from training.checkpoint.stored_checkpoint import CheckpointInfo, ResumeError
 from training.config import Config, check
-from training.config.effects import without_effect
 from training.config.yaml_files import flat
 from training.data.build_data import (
     build_data,
     build_tasks,
     check_rows,
     data_manifest,
-    data_vocabulary,
-    shared_sets,
     tokenizer_path,
     unverified_facts,
-    unverified_sets,
 )
 from training.data.order import TrainingData
 from training.data.tasks import Task
@@ -61,26 +55,26 @@ from training.lifecycle.terminal import Interrupts
 from training.loop import Hooks, Loop, Outcome, ignore
 from training.machine.backends import (
     check_backends,
-    compile_backend,
-    fused_backward,
-    fused_loss,
     kernel_of,
-    slow_attention,
-    slow_precision,
 )
 from training.machine.device import (
     device_facts,
-    device_line,
     environment_variables,
     repeatable,
     versions,
 )
 from training.machine.start import require_agreement
 from training.nonfinite import NonFiniteError
+from training.opening_notes import (
+    data_notes,
+    kernel_notes,
+    resume_notes,
+    settings_notes,
+    weight_notes,
+)
 from training.planning.added_cost import monitor_cost
 from training.run_log import RunLog, write_failure
 from training.step import StepResult, Trainer
-from training.step_profile import announcement
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
@@ -88,37 +82,6 @@ def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
     gathered = from_all(dict(optimizer.owners))
     # For a tied embedding, the owner is on the first stage; the last stage updates a copy.
     return {name: rank for owners in reversed(gathered) for name, rank in owners.items()}
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """Starting point of a run.
-
-    start     checkpoint to resume from, or None for a new run
-    weights   initial weights from another run, or None
-    facts     facts about the data, for the run identity stored in checkpoints
-    machine   facts about software, device and layout
-    run_id    run id stored in all of the run's checkpoints
-    """
-
-    start: CheckpointInfo | None
-    weights: InitialWeights | None
-    facts: Identity
-    machine: Mapping[str, Mapping[str, Any]]
-    run_id: str
-    tracker_id: str
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """Entries about the run, stored in the meta.json of each of its checkpoints."""
-        origin = None
-        if self.weights is not None:
-            info = self.weights.info
-            origin = {"path": str(info.path), "step": info.step, "sha256": self.weights.digest}
-        if self.start is not None:
-            origin = self.start.meta.get("initialized_from")
-        ids = {"run_id": self.run_id, "tracker_id": self.tracker_id}
-        return {"identity": self.facts, **ids, "initialized_from": origin, **self.machine}
 
 
 def train(
@@ -144,7 +107,7 @@ def train(
     check_backends(config, groups.device)
     data, validation = build_data(config, share=(groups.rank, dist.get_world_size()))
     tasks = build_tasks(config)
-    facts = agreed_facts(config, data, validation, tasks)
+    data_identity = agreed_facts(config, data, validation, tasks)
     run_dir = config.run.dir
     with contextlib.ExitStack() as stack:
         if config.run.deterministic:
@@ -153,7 +116,7 @@ def train(
         chosen = find_start(
             run_dir,
             resumed(run_dir, resume, groups.rank),
-            identity(config, facts),
+            identity(config, data_identity),
             config.checkpoint.allow_change,
         )
         start = chosen.info
@@ -162,7 +125,7 @@ def train(
             first_rank(lambda: chosen.settle(run_dir))
             return nothing_to_do(config, groups, start)
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
-        weights = first_weights(config, facts) if start is None else None
+        weights = first_weights(config, data_identity) if start is None else None
         cost = monitor_cost(config, dist.get_world_size(), groups.device)
         trainer = build_trainer(
             config,
@@ -183,26 +146,15 @@ def train(
         if interrupts is not None:
             interrupts.training_begins(saves=config.checkpoint.interval > 0)
         first_rank(lambda: mark_started(run_dir))
-        if start is None:
-            name = first_rank(lambda: secrets.token_hex(4))
-        else:
-            name = str(start.meta["run_id"])
-        beginning = Beginning(
-            start,
-            weights,
-            facts,
-            machine_facts(config, groups),
-            name,
-            tracker_id(start, run_dir, name),
-        )
-        log = open_log(trainer, data, beginning, kernel)
+        facts = run_facts(config, groups, data_identity, start, weights)
+        log = open_log(trainer, facts, start, weights, kernel)
         if log is not None:
             stack.callback(log.close)
             if cost.interval:
                 log.note(
                     "monitors", trainer.progress.step, f"monitors: {cost.up_to(config.train.last)}"
                 )
-        lifecycle = stack.enter_context(accompanied(trainer, beginning, interrupts))
+        lifecycle = stack.enter_context(accompanied(trainer, facts, start, interrupts))
         hooks = run_hooks(trainer, lifecycle, log, on_step)
         try:
             with naming_absent(groups), collected_at_steps():
@@ -212,7 +164,7 @@ def train(
                 write_failure(run_dir, trainer.progress.step, groups.rank, error)
             raise
         if log is not None:
-            log.conclude(outcome, validation, resume)
+            log.conclude(outcome, resume)
     return outcome
 
 
@@ -232,9 +184,27 @@ def agreed_facts(
     return facts
 
 
-def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
-    """Return the facts about software, device and layout to store in checkpoints."""
+def run_facts(
+    config: Config,
+    groups: Groups,
+    data_identity: Identity,
+    start: CheckpointInfo | None,
+    weights: InitialWeights | None,
+) -> dict[str, Any]:
+    """Return the facts about the run that are stored in the meta.json of each of its checkpoints.
+    Collective."""
+    if start is None:
+        run_id, origin = first_rank(lambda: secrets.token_hex(4)), None
+    else:
+        run_id, origin = str(start.meta["run_id"]), start.meta.get("initialized_from")
+    if weights is not None:
+        info = weights.info
+        origin = {"path": str(info.path), "step": info.step, "sha256": weights.digest}
     return {
+        "identity": data_identity,
+        "run_id": run_id,
+        "tracker_id": tracker_id(start, config.run.dir, run_id),
+        "initialized_from": origin,
         "versions": {**versions()},
         "device": {**device_facts(groups.device)},
         "environment": {**environment_variables()},
@@ -308,108 +278,31 @@ def resumed(run_dir: str, resume: str, rank: int) -> str:
 
 
 def open_log(
-    trainer: Trainer, data: TrainingData, beginning: Beginning, kernel: str | None
+    trainer: Trainer,
+    facts: Mapping[str, Any],
+    start: CheckpointInfo | None,
+    weights: InitialWeights | None,
+    kernel: str | None,
 ) -> RunLog | None:
     """Open the run log on rank 0 and write its opening notes. Return None on other ranks."""
-    config, progress = trainer.config, trainer.progress
-    routes = config_routes(config, all_owners(trainer.optimizer))
+    routes = config_routes(trainer.config, all_owners(trainer.optimizer))
     counts = trainer.spectral.state()  # collective
-    rescaled = {} if beginning.weights is None else trainer.optimizer.rescalings()  # collective
+    rescaled = {} if weights is None else trainer.optimizer.rescalings()  # collective
     if trainer.groups.rank > 0:
         return None
-    log = RunLog(
-        config,
-        routes,
-        data,
-        counts,
-        beginning.tracker_id,
-        progress,
-        trainer.monitors.interval,
-        contents_of(beginning.facts),
-    )
-    for kind, text in opening_notes(config, trainer, beginning, kernel, rescaled):
-        log.note(kind, progress.step, text)
+    log, step = RunLog(trainer, routes, counts, facts), trainer.progress.step
+    notes = [
+        *kernel_notes(trainer, kernel),
+        *data_notes(trainer),
+        *(() if weights is None else weight_notes(weights, rescaled, facts)),
+        *(() if start is None else resume_notes(trainer, start, facts)),
+        *settings_notes(trainer),
+    ]
+    for kind, text in notes:
+        log.note(kind, step, text)
     if not any(row.lr for row in routes):
-        text = "warning: all learning rates are 0, so weights will not change"
-        log.note("warning", progress.step, text)
+        log.note("warning", step, "warning: all learning rates are 0, so weights will not change")
     return log
-
-
-def opening_notes(
-    config: Config,
-    trainer: Trainer,
-    beginning: Beginning,
-    kernel: str | None,
-    rescaled: Mapping[str, tuple[str, float]],
-) -> Iterator[tuple[str, str]]:
-    """Yield a (kind, text) pair for each opening note. The notes describe the device, the kernels,
-    the initial weights, changes since the checkpoint, and settings that have no effect. See
-    `DistributedOptimizer.rescalings` for `rescaled`."""
-    device, phase = trainer.groups.device, trainer.progress.phase
-    yield "device", f"device: {device_line(device)}"
-    for text in shared_sets(config.data):
-        yield "warning", f"warning: {text}"
-    validation = [each.set for each in trainer.validation]
-    sets = {"train": trainer.data.all_sets, "validation": validation}
-    unverified = unverified_sets(config.data, sets)
-    if unverified is not None:
-        yield "data", f"data: {unverified}"
-    slow = slow_precision(config.train.precision, device)
-    if slow is not None:
-        yield "precision", f"precision: {slow}"
-    weights, start = beginning.weights, beginning.start
-    if weights is not None:
-        yield "initialized", f"initial weights: step {weights.info.step} of {weights.info.path}"
-        if (warning := rescaling_warning(rescaled.values())) is not None:
-            yield "warning", f"warning: checkpoint.initialize_from: {warning}"
-        if not weights.compared:
-            owner = "the data" if beginning.facts["tokenizer"]["sha256"] is None else "the weights"
-            text = f"the tokenizer of {owner} is unknown, so token ids may have different meanings"
-            yield "warning", f"warning: checkpoint.initialize_from: {text}"
-    if start is not None:
-        for text in announced(start, config, beginning.facts, beginning.machine):
-            yield "changed", f"changed since step {start.step}: {text}"
-        done, length = trainer.progress, config.train.sequence_length
-        total = done.tokens + config.train.samples(done.step, done.tokens) * length
-        if total != config.train.samples() * length:  # which is printed at startup
-            before = f"{done.tokens:,} of them before step {done.step + 1:,}"
-            yield "changed", f"tokens: {total:,} in total, {before}"
-        if 0 < phase.sample == trainer.progress.sample:
-            counts = (f"{s.name} {phase.tokens(s.name):,}" for s in trainer.present.sets)
-            where = f"new mixture from sample {phase.sample:,} on; tokens read so far"
-            yield "changed", f"data: {where}: {', '.join(counts)}"
-            named = {each.content: name for name, each in phase.read.items() if each.tokens}
-            for new in (s for s in trainer.present.sets if not phase.tokens(s.name)):
-                if (old := named.get(new.digest)) is not None:
-                    same = f"{new.name} has the same content as {old}"
-                    yield "changed", f"data: {same}, so its windows are read again"
-    ids = data_vocabulary(config)
-    if ids is not None and ids != config.model.vocab_size:
-        yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} ids, {ids:,} in the data"
-    for text in without_effect(config):
-        yield "warning", f"warning: {text}"
-    wanted, held_out = config.validation.samples or 0, trainer.validation
-    if short := [f"{each.name} ({each.samples:,})" for each in held_out if each.samples < wanted]:
-        text = f"validation.samples = {wanted:,}, but there are fewer sequences: {', '.join(short)}"
-        yield "validation", text
-    for task in trainer.tasks:
-        yield "tasks", str(task)
-    profile = announcement(config, trainer.progress.step)
-    if profile is not None:
-        yield "profile", profile
-    train = config.train
-    if fused_loss(config, device):
-        yield "loss", "loss kernels: liger-kernel"
-    elif device.type == "cuda" and train.fused_loss == "auto" and train.loss_chunk is None:
-        yield "loss", "loss kernels: megatron-core (slower; liger-kernel is not installed)"
-    if fused_backward(config, device):
-        yield "backward", "backward kernels: spectrain (not yet benchmarked on GPUs)"
-    backend, described_backend = compile_backend(config, device)
-    if backend is not None or device.type == "cuda":
-        yield "compile", f"torch.compile backend: {described_backend}"
-    if kernel is not None:
-        slow = slow_attention(kernel, device)
-        yield "attention", f"attention kernel: {kernel if slow is None else f'{kernel}; {slow}'}"
 
 
 def reports(error: Exception, rank: int) -> bool:
@@ -459,23 +352,21 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
 
 @contextlib.contextmanager
 def accompanied(
-    trainer: Trainer, beginning: Beginning, interrupts: Interrupts | None
+    trainer: Trainer,
+    facts: Mapping[str, Any],
+    start: CheckpointInfo | None,
+    interrupts: Interrupts | None,
 ) -> Iterator[Lifecycle]:
-    """Context manager that provides checkpointing, the watchdog and stop requests."""
+    """Context manager that provides checkpointing, the watchdog and stop requests. Each checkpoint
+    stores `facts`."""
     config, groups = trainer.config, trainer.groups
     folder = HeldFolder(config.run.dir)
     saver = Saver(
-        config, groups, trainer.model, trainer.optimizer, beginning.kept, check_folder=folder.check
+        config, groups, trainer.model, trainer.optimizer, facts, check_folder=folder.check
     )
-    saver.last_saved = beginning.start.step if beginning.start is not None else None
-    watchdog = Watchdog(
-        config.run.dir,
-        config.watchdog,
-        rank=groups.rank,
-        timeout_seconds=config.parallel.timeout_seconds,
-    )
-    first = groups.rank == 0
-    stops = StopRequests(config.run.dir, config.stop, first=first, interrupts=interrupts)
+    saver.last_saved = None if start is None else start.step
+    watchdog = Watchdog(config, groups.rank)
+    stops = StopRequests(config.run.dir, config.stop, first=groups.rank == 0, interrupts=interrupts)
     with contextlib.closing(folder), watchdog, stops:
         try:
             yield Lifecycle(

@@ -15,15 +15,16 @@ from typing import Any, Final
 from parallel.comm.collectives import CollectiveError
 from parallel.disk import replace_file
 from parallel.optimizer.routing import Route
-from training.config import Config, to_yaml
+from training.checkpoint.resume import contents_of
+from training.config import to_yaml
 from training.config.schedule import TrainConfig
 from training.data.order import Counts, Progress, SetUse, TrainingData, repeats
-from training.data.validation_data import ValidationData
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.console import console_line, next_commands, sample_lines, validation_lines
 from training.report.log_lines import LogFile, MetricsWriter, drop_later_lines
 from training.report.trackers import Trackers
+from training.step import Trainer
 
 EVENTS_FILE: Final = "events.jsonl"
 
@@ -58,23 +59,19 @@ class RunLog:
 
     def __init__(
         self,
-        config: Config,
+        trainer: Trainer,
         routes: Sequence[Route],
-        data: TrainingData,
         warned: Mapping[str, float],
-        tracker_id: str,
-        progress: Progress,
-        monitor_interval: int,
-        contents: Mapping[str, str | None],
+        facts: Mapping[str, Any],
     ) -> None:
-        """Open the logs of a run that continues from `progress`.
+        """Open the logs of a run that continues from the trainer's progress.
 
-        warned     number of warnings already reported, as returned by `SpectralMetrics.state`
-        tracker_id   run id for trackers
-        monitor_interval   monitor interval in steps, as in `Monitors`
-        contents   hash of each token set and of the tokenizer, for data.json
+        routes  routing table
+        warned  number of warnings already reported, as returned by `SpectralMetrics.state`
+        facts   facts about the run, as returned by `run_facts`
         """
-        self.config = config
+        config, progress = trainer.config, trainer.progress
+        self.config, self.data, self.validation = config, trainer.data, trainer.validation
         folder = Path(config.run.dir)
         # The last step may still have to be reported.
         step = progress.step - bool(progress.unreported)
@@ -84,21 +81,9 @@ class RunLog:
                 moved += set_aside(folder / name)
             elif count := drop_later_lines(folder / name, last):
                 damaged.append(f"dropped {count} damaged lines from {name}")
-        present = data.at(progress.step).since(progress.phase)
-        used = present.describe(final_counts(data, config.train, progress))
-        earlier = present.earlier()
-        ahead = config.train.samples(progress.step, progress.tokens)
-        phases = [(0, data), *data.later]
-        facts = {
-            "fingerprint": data.fingerprint(),
-            "contents": {**contents},
-            "tokens": progress.tokens + ahead * config.train.sequence_length,
-            "sets": [asdict(use) for use in used],
-            "since": progress.phase.sample,
-            "earlier": earlier,
-            "phases": [{"after_steps": start, "shares": part.shares} for start, part in phases],
-        }
-        files = {"config.yaml": to_yaml(config), "data.json": json.dumps(facts, indent=2) + "\n"}
+        used = trainer.present.describe(final_counts(trainer.data, config.train, progress))
+        content = data_facts(trainer, used, contents_of(facts["identity"]))
+        files = {"config.yaml": to_yaml(config), "data.json": json.dumps(content, indent=2) + "\n"}
         if step == 0:
             moved += set_aside(folder / EVENTS_FILE)
             for name, text in files.items():
@@ -109,19 +94,18 @@ class RunLog:
         files["routing.jsonl"] = "".join(json.dumps(asdict(row)) + "\n" for row in routes)
         for name, text in files.items():
             replace_file(folder / name, text)
-        for text in data_lines(data, used, earlier):
+        for text in data_lines(trainer.data, used, content["earlier"]):
             print(f"data {text}", flush=True)
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
-        intervals = {"metrics": config.log.interval, "monitors": monitor_interval}
+        intervals = {"metrics": config.log.interval, "monitors": trainer.monitors.interval}
         kind = "continued" if step else "started"
         self.events.append(event(kind, step, "", intervals=intervals))
         warn = partial(self.note, "warning")
-        self.trackers = Trackers(config, run_id=tracker_id, step=step, warn=warn)
+        self.trackers = Trackers(config, run_id=facts["tracker_id"], step=step, warn=warn)
         for text in damaged:
             self.note("warning", step, text)
         self.warned = dict(warned)
-        self.data = data
         self.rewritten: set[str] = set()
 
     def note(self, kind: str, step: int, text: str) -> None:
@@ -190,7 +174,7 @@ class RunLog:
         self.events.close()
         self.trackers.close()
 
-    def conclude(self, outcome: Outcome, validation: Sequence[ValidationData], resume: str) -> None:
+    def conclude(self, outcome: Outcome, resume: str) -> None:
         """Print the outcome of the run, and mark the run as done if it has reached its last step.
 
         `resume` is the option with which the run was started.
@@ -206,7 +190,7 @@ class RunLog:
                 advice = "the run was not saved, because checkpoint.interval is 0"
             self.note("stopped", outcome.step, f"{text}; {advice}")
             return
-        for each in validation:
+        for each in self.validation:
             loss = outcome.validation.get(f"val/{each.name}/loss", math.nan)
             entropy = each.set.unigram_entropy()
             verdict = "below" if loss < entropy else "not yet below"
@@ -216,6 +200,24 @@ class RunLog:
         self.note("done", outcome.step, text)
         for command in next_commands(self.config):
             print(f"next: {command}", flush=True)
+
+
+def data_facts(
+    trainer: Trainer, used: Sequence[SetUse], contents: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """Return the content of data.json. `used` is the use of each set over the whole run."""
+    data, train, progress = trainer.data, trainer.config.train, trainer.progress
+    ahead = train.samples(progress.step, progress.tokens)
+    phases = [(0, data), *data.later]
+    return {
+        "fingerprint": data.fingerprint(),
+        "contents": contents,
+        "tokens": progress.tokens + ahead * train.sequence_length,
+        "sets": [asdict(use) for use in used],
+        "since": progress.phase.sample,
+        "earlier": trainer.present.earlier(),
+        "phases": [{"after_steps": start, "shares": part.shares} for start, part in phases],
+    }
 
 
 def data_lines(

@@ -41,7 +41,7 @@ LEVELS = {
         {"samples", "step_profile"},
         {"step"},
         {"loop"},
-        {"run_log"},
+        {"opening_notes", "run_log"},
         {"build", "dry_run"},
         {"planning"},
         {"run"},

@@ -23,7 +23,7 @@ from parallel.comm.collectives import Agreement
 from parallel.disk import replace_file
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
-from training.config.schema import StopConfig, WatchdogConfig
+from training.config.schema import StopConfig
 from training.errors import Aid
 from training.lifecycle.run_folder import HEARTBEAT, STOP
 from training.lifecycle.terminal import Interrupts
@@ -42,15 +42,12 @@ class Watchdog:
     If a file cannot be written, the run continues.
     """
 
-    def __init__(
-        self, run_dir: str | Path, config: WatchdogConfig, *, rank: int, timeout_seconds: float
-    ) -> None:
-        """`timeout_seconds` is the process group timeout; stacks are dumped before it expires."""
-        self.folder = Path(run_dir)
+    def __init__(self, config: Config, rank: int) -> None:
+        self.folder = Path(config.run.dir)
         self.rank = rank
-        self.limit: float | None = None
-        if config.hang_seconds is not None:
-            self.limit = min(config.hang_seconds, timeout_seconds / 2)
+        self.limit = config.watchdog.hang_seconds
+        if self.limit is not None:  # the stacks are dumped before the process group timeout
+            self.limit = min(self.limit, config.parallel.timeout_seconds / 2)
         self.stacks = self.folder / STACKS / f"rank_{rank:05d}.txt"
         self._file: IO[bytes] | None = None
         self._stacks_aid = Aid("no stack traces will be written")

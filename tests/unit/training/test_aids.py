@@ -30,7 +30,7 @@ from training.build import build_trainer
 from training.checkpoint import checkpoints, saving
 from training.checkpoint.checkpoints import steps
 from training.checkpoint.saving import CheckpointError, Saver
-from training.config.schema import StopConfig, WatchdogConfig
+from training.config.schema import StopConfig
 from training.data.build_data import build_data
 from training.errors import InputError
 from training.lifecycle.lifecycle import Lifecycle, StopRequests, Watchdog
@@ -133,17 +133,15 @@ def test_the_limit_of_processor_time_is_a_stop_request(tmp_path):
 
 def test_a_watchdog_that_cannot_write_warns_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("training.lifecycle.lifecycle.PAUSE", -1.0)
-    with Watchdog(
-        tmp_path / "gone", WatchdogConfig(hang_seconds=100.0), rank=0, timeout_seconds=600
-    ) as watchdog:
+    with Watchdog(tiny_config(str(tmp_path), watchdog__hang_seconds=100.0), rank=0) as watchdog:
         for step in range(5):
             watchdog.beat(step)
         said = capsys.readouterr().out
         assert said.count("warning: heartbeat.json is not up to date: No such file") == 1
         assert said.count("warning: no stack traces will be written: No such file") == 1
-        (tmp_path / "gone").mkdir()
+        (tmp_path / "run").mkdir()
         watchdog.beat(5)
-    assert (tmp_path / "gone" / "heartbeat.json").exists()
+    assert (tmp_path / "run" / "heartbeat.json").exists()
 
 
 def test_output_on_a_full_disk_is_dropped_while_a_run_trains(monkeypatch):
@@ -225,7 +223,7 @@ def test_a_save_counts_when_it_is_sealed(failures, folder, world, monkeypatch):
     trainer = build_trainer(config, world, *build_data(config))
     saver = Saver(config, world, trainer.model, trainer.optimizer, {})
     stops = StopRequests(config.run.dir, config.stop, first=True, interrupts=None)
-    watchdog = Watchdog(config.run.dir, config.watchdog, rank=0, timeout_seconds=600)
+    watchdog = Watchdog(config, rank=0)
     lifecycle = Lifecycle(config, saver, stops, watchdog, Agreement(world.host))
     complete, asked, allowed = checkpoints.complete, list[Path](), threading.Event()
 
@@ -308,10 +306,12 @@ def test_a_heartbeat_is_of_now_and_stacks_precede_the_timeout(hang, timeout, tmp
     armed: list[float] = []
     call = "faulthandler.dump_traceback_later"
     monkeypatch.setattr(call, lambda seconds, file: armed.append(seconds))
-    began, config = time.time(), WatchdogConfig(hang_seconds=hang)
-    with Watchdog(tmp_path, config, rank=0, timeout_seconds=timeout) as watchdog:
+    keys = {"watchdog__hang_seconds": hang, "parallel__timeout_seconds": timeout}
+    began, config = time.time(), tiny_config(str(tmp_path), **keys)
+    Path(config.run.dir).mkdir()
+    with Watchdog(config, rank=0) as watchdog:
         watchdog.beat(7)
-    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())
     assert began <= beat["time"] <= time.time()
     assert (beat["step"], beat["pid"]) == (7, os.getpid())
     (limit,) = armed
