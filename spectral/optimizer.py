@@ -13,9 +13,7 @@ Parameters may be DTensors from FSDP2, HSDP and tensor parallelism; see
 `spectral.sharded.shared_matrices`.
 """
 
-import math
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress
 from numbers import Number
@@ -37,10 +35,24 @@ from .local_part import (
     local_gradient,
     local_of,
     placed_like,
-    rank_and_count,
+)
+from .optimizer_checks import (
+    Frozen,
+    check_kinds,
+    check_module,
+    check_names,
+    check_parameters,
+    check_params,
+    check_rates,
+    check_replicas,
+    names_of,
+    warn,
+    warn_alone,
+    warn_unfrozen,
+    warn_unnamed,
 )
 from .options import FIXED, check_options, fields_of, rate_of, rename_
-from .parameter_split import ParameterSplit, check_name
+from .parameter_split import ParameterSplit
 from .parameter_state import (
     MASTER,
     Columns,
@@ -50,6 +62,7 @@ from .parameter_state import (
     complete_numbers,
     entry_names,
     follow,
+    follow_names,
     follow_weight,
     forget,
     initial_state,
@@ -61,7 +74,7 @@ from .parameter_state import (
     saved_problems,
 )
 from .rules import RULES, AdamWRule, Report, Rule, Stack, Step
-from .rules.base import Rate, check_fields, check_rate, check_value
+from .rules.base import check_fields, check_value
 from .stepping import ParameterUnits, step_units
 
 if TYPE_CHECKING:
@@ -118,7 +131,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _replicas: "ProcessGroup | None" = None  # None in a copied optimizer
     _exchange_dtype: torch.dtype | None = None
     # Names from `split_parameters` and their modules; sharding replaces the parameters.
-    _frozen: Sequence[tuple[str, "ref[torch.nn.Module]"]] = ()
+    _frozen: Sequence[Frozen] = ()
     _module: "ref[torch.nn.Module] | None" = None  # from `split_parameters`
 
     def __init__(
@@ -134,18 +147,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         exchange_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
-            raise TypeError("params must be parameters or split_parameters(model), got a model")
-        if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
-            raise TypeError(
-                "params must be parameters, a list of groups or split_parameters(model), got "
-                f"{params!r:.60}"
-            )
-        if isinstance(params, set | frozenset):
-            raise TypeError(
-                "params must be an ordered collection, got a set: the order of a set differs "
-                "across ranks"
-            )
+        check_params(params)
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
         check_value("master_weights", bool, master_weights)
         check_value("exchange_dtype", torch.dtype | None, exchange_dtype)
@@ -171,7 +173,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             **fields_of(name),
             **options,
         }
-        _check_rates(defaults, least=0.0)
+        check_rates(defaults, least=0.0)
         self._chosen = options if lr is None else {"lr": defaults["lr"], **options}
         if "beta1" in defaults:  # read by schedulers that cycle the momentum
             defaults.setdefault("momentum", defaults["beta1"])
@@ -187,7 +189,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._frozen = [(name, ref(module)) for name, module in holders if module is not None]
             self._module = ref(params.module)
         super().__init__(params, defaults)
-        self._warn_unnamed()
+        warn_unnamed(self.param_groups)
 
     def _reset_figures(self) -> None:
         # Metrics from the last step, one entry per list of parameters that were updated together.
@@ -206,7 +208,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy; see `torch.optim.Optimizer`."""
-        self._rename()
+        follow_names(self.param_groups, self._members)
         kept = {"_chosen": self._chosen, "_exchange_dtype": self._exchange_dtype}
         return {**super().__getstate__(), **kept}
 
@@ -223,14 +225,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         decay = group["weight_decay"]
         problem = None if isinstance(decay, Tensor) else rule.decay_problem(decay)
         if problem is not None:
-            _warn(problem)
+            warn(problem)
         stepped = {*self.state}
         foreign = defaults.keys() - group.keys()  # fields of another rule, which torch would add
         super().add_param_group(group)
         for key in foreign:
             group.pop(key, None)
         try:
-            _check_parameters(group, rule, division)
+            check_parameters(group, rule, division)
             members = {m.parameter: m for m in members_of([group])}
             check_entries(members.values(), self.state)
             self._initialise(members.values())
@@ -241,101 +243,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise
         self._members |= members
 
-    def _warn_unnamed(self) -> None:
-        """Warn if several 2-D parameters have no names or units: some may not be single
-        matrices."""
-        groups = [g for g in self.param_groups if "param_names" not in g and g["units"] is None]
-        matrices = [g["params"] for g in groups if rule_of(g).whole_matrix]
-        count = sum(parameter.ndim == 2 for params in matrices for parameter in params)
-        if count > 1:
-            _warn(
-                f"{count} unnamed parameters are each updated as one matrix, even embeddings, "
-                "output heads and fused weights: pass split_parameters(model), or set each group's "
-                "units ({} for single matrices)"
-            )
-
-    def _warn_alone(self) -> None:
-        """Warn on rank 0 if several ranks neither share matrices nor compare gradients."""
-        rank, count = rank_and_count()
-        whole = any(rule_of(group).whole_matrix for group in self.param_groups)
-        if whole and count > 1 and rank == 0:
-            _warn(
-                f"replicas is None, so each of {count} ranks updates all its matrices, and ranks "
-                "with different gradients silently diverge: average gradients before the step, as "
-                "DDP does; to check gradients and divide the work, pass "
-                "replicas=torch.distributed.group.WORLD, or another group if ranks have different "
-                "parameters"
-            )
-
-    def _warn_unfrozen(self) -> None:
-        """Warn once about each parameter that was frozen when split and now has a gradient."""
-        names = []
-        for name, holder in self._frozen:
-            parameter = getattr(holder(), "_parameters", {}).get(name.rpartition(".")[2])
-            if parameter is None or not parameter.requires_grad or parameter.grad is None:
-                continue
-            if all(parameter is not p for p in listed_in(self.param_groups, "params")):
-                names.append(name)
-        if names:
-            _warn(
-                f"{_listed(names)} will not be updated, because split_parameters skips frozen "
-                "parameters; add them with add_param_group"
-            )
-            self._frozen = [each for each in self._frozen if each[0] not in names]
-
-    def _check_module(self, module: torch.nn.Module | None) -> None:
-        """Raise ValueError if the model replaced a parameter, because the gradient is then
-        missing."""
-        named = dict(module.named_parameters()) if module is not None else {}
-        present, stepped = {*named.values()}, {*listed_in(self.param_groups, "params")}
-        for group in self.param_groups:
-            for name, old in zip(group.get("param_names", ()), group["params"], strict=False):
-                now = named.get(name)
-                replaced = now is not None and now.grad is not None and old not in present
-                if replaced and old.grad is None and now not in stepped:
-                    raise ValueError(
-                        f"{name} was replaced after the optimizer was created, for example by "
-                        "fully_shard or load_state_dict(assign=True); create the optimizer after "
-                        "this call"
-                    )
-
-    def _rename(self) -> None:
-        """Update the names in groups after another program has removed, added or moved parameters.
-
-        Raises ValueError for a parameter that was never named.
-        """
-        for group in self.param_groups:
-            params, names = group["params"], group.get("param_names")
-            if names is None:
-                continue
-            known = [self._members[p].name if p in self._members else "" for p in params]
-            if len(names) == len(params) and not any(
-                old != name and old in names for old, name in zip(known, names, strict=True)
-            ):
-                continue  # the program may have renamed or replaced parameters
-            for parameter, name in zip(params, known, strict=True):
-                if not name:
-                    raise ValueError(
-                        "every parameter in a group with param_names must have a name, got an "
-                        f"unnamed parameter of shape {tuple(parameter.shape)}; use add_param_group"
-                    )
-            group["param_names"] = known
-
-    def _check_kinds(self) -> None:
-        """Raise ValueError if a rule or division does not match the state of a parameter."""
-        for group in self.param_groups:
-            name, division = group["rule"], Division.of(group["units"])
-            for parameter in group["params"]:
-                old = self._members.get(parameter)
-                if old is None or (old.rule_name, old.division) == (name, division):
-                    continue
-                if self.state.get(parameter, {}).keys() & {*entry_names(old.rule)}:
-                    raise ValueError(
-                        "the rule and units of a parameter with optimizer state must not change "
-                        f"from {old.rule_name!r} and {old.division.settings()} to {name!r} and "
-                        f"{division.settings()}; create a new optimizer or group for the parameter"
-                    )
-
     def _completed(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
         """Fill in all fields of a group's rule. Raises the same errors as `SpectralOptimizer`."""
         name = param_group.get("rule", self.defaults["rule"])
@@ -345,7 +252,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         params = settings["params"]
         if not isinstance(params, set):  # which torch rejects
             settings["params"] = [params] if isinstance(params, Tensor) else list(params)
-        self._check_names(settings)
+        check_names(settings, self.param_groups)
         rate: Any = rate_of(name)
         if isinstance(self.defaults["lr"], Tensor):
             rate = torch.full_like(self.defaults["lr"], rate)
@@ -356,23 +263,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         exact = any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
         fields = fields_of(name, exact=exact)
         group = {**fields, **common, **chosen, **settings}
-        _check_rates(group, least=0.0)
+        check_rates(group, least=0.0)
         return group
-
-    def _check_names(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if only some groups name their parameters."""
-        named = "param_names" in group or any(isinstance(p, tuple) for p in group["params"])
-        if all(named is ("param_names" in other) for other in self.param_groups):
-            return
-        if named:
-            raise ValueError(
-                "a group must not contain parameter names, because the other groups contain no "
-                "names; create the optimizer with split_parameters(model)"
-            )
-        raise ValueError(
-            "a group must contain parameter names, because the other groups contain names; call "
-            "optimizer.add_param_group for each group of split_parameters(module)"
-        )
 
     def _initialise(self, members: Collection[Member]) -> None:
         """Bring the state of members in line with their parameters, and create missing entries."""
@@ -427,8 +319,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter, master in before.masters:  # other code may have modified the parameter
                 follow_weight(parameter, master)
             return before
-        self._rename()
-        self._check_kinds()
+        follow_names(self.param_groups, self._members)
+        check_kinds(self.param_groups, self._members, self.state)
         members = {m.parameter: m for m in members_of(self.param_groups)}
         check_entries(members.values(), self.state)
         self._initialise(members.values())
@@ -437,7 +329,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         now = Snapshot(self.param_groups, self.state, members)
         self._ranks = self._all_ranks(now.parameters)
         if before is None and self._ranks is None:
-            self._warn_alone()
+            warn_alone(self.param_groups)
         if before is None or before.forms != now.forms:
             self._matrices = None
         shared, _ = self._by_sharing(members.values())
@@ -480,7 +372,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         torch would mistake such keys for parameters, so these entries are saved under the key
         "foreign".
         """
-        self._rename()
+        follow_names(self.param_groups, self._members)
         parameters = {*listed_in(self.param_groups, "params")}
         state: dict[Any, Any] = self.state  # keys of other programs may be of any type
         foreign = {
@@ -581,9 +473,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             rename_(group["rule"], group)  # values set by a scheduler or training loop
-            _check_rates(group)
+            check_rates(group)
         if self._frozen:
-            self._warn_unfrozen()
+            self._frozen = warn_unfrozen(self._frozen, self.param_groups)
         snapshot = self._share()
         active = self._gate(snapshot)
         self.last_reports = []
@@ -680,7 +572,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
         if len(grads) < len(parameters) and self._module is not None:
-            self._check_module(self._module())
+            check_module(self._module(), self.param_groups)
         if not grads and self._ranks is None:
             return None
         raises = self.defaults["nonfinite"] == "raise"
@@ -699,7 +591,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 raise ValueError("all ranks must have gradients for the same parameters")
             compares = present != self._present and grads and not snapshot.sharded
             if compares and finite:
-                self._check_replicas([p for p in parameters if p.grad is not None], grads)
+                stepped = [p for p in parameters if p.grad is not None]
+                check_replicas(self._ranks, stepped, grads, self._members)
             if not compares or finite:  # otherwise, the next step compares
                 self._present = present
         if raises:
@@ -711,7 +604,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 ]
                 where = "a gradient on another rank"
                 if found:
-                    where = f"the gradient of {self._named(found)}"
+                    where = f"the gradient of {names_of(found, self._members)}"
                 raise FloatingPointError(f"{where} is not finite; no parameter was updated")
             return None
         if self.skipped_steps.device != device:  # only in the first step
@@ -719,97 +612,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.skipped_steps.add_(~finite)
         return finite
 
-    def _check_replicas(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Raise ValueError if the norms of gradients differ between the replicas."""
-        assert self._ranks is not None
-        norms = []
-        for grad in grads:
-            # A norm in a wider dtype would copy the gradient, except from 16 bits on GPUs.
-            dtype = torch.promote_types(grad.dtype, torch.float32)
-            norms.append(torch.linalg.vector_norm(grad, dtype=dtype).to(grads[0].device))
-        differing = [*compress(parameters, self._ranks.differ(norms))]
-        if differing:
-            raise ValueError(
-                f"the gradient of {self._named(differing)} differs between the ranks of "
-                "`replicas`; average gradients over these ranks before the step, as DDP does"
-            )
-
-    def _named(self, parameters: Iterable[Tensor]) -> str:
-        """List parameters by name, or by shape if they have no name."""
-        return _listed(
-            [self._members[p].name or f"a parameter of shape {tuple(p.shape)}" for p in parameters]
-        )
-
-
-def _warn(message: str) -> None:
-    """Issue a warning that points to the caller's code, outside torch and this package."""
-    frame, level, inner = sys._getframe().f_back, 2, {"torch", __name__.partition(".")[0]}
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return up to three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-
 
 def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None) -> Step:
     """Return the rates and active flag for a group's parameters on a device."""
     gate = None if active is None else active.to(device)
     return Step(group["lr"], group["weight_decay"], gate)
-
-
-def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) -> None:
-    """Raise ValueError for a parameter that is not supported by its group's rule."""
-    names = group.get("param_names", [""] * len(group["params"]))
-    for parameter, name in zip(group["params"], names, strict=True):
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"parameters must be real floating-point tensors, got {parameter.dtype}"
-            )
-        if parameter.element_size() < 2:
-            raise ValueError(f"parameters must have at least 16 bits, got {parameter.dtype}")
-        if rule.whole_matrix:
-            _check_matrices(rule, division, parameter, name)
-            if group["units"] is None:
-                check_name(name)
-                if parameter.ndim == 3:
-                    raise ValueError(
-                        f"{name or 'a parameter'} of shape {tuple(parameter.shape)} may be a "
-                        "stack of matrices or a single convolution: use split_parameters, or set "
-                        "the group's units to {'stacked': True} for a stack or {} for a convolution"
-                    )
-
-
-def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
-    """Raise ValueError for a parameter that contains no matrix that the rule can update."""
-    shape = tuple(parameter.shape)
-    if not parameter.numel():
-        raise ValueError(f"{name or 'a parameter'} must not be empty, got shape {shape}")
-    if parameter.ndim < 2:
-        try:
-            rule.init_state(torch.empty(1, *shape, device="meta"))
-        except ValueError:
-            raise ValueError(
-                f"{type(rule).__name__} requires parameters with at least 2 dimensions, got shape "
-                f"{shape} for {name or 'a parameter'}; put the parameter in a group with an "
-                "elementwise rule, as split_parameters(model) does"
-            ) from None
-    division.boxes(parameter.shape)
-
-
-def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
-    """Raise ValueError or TypeError for invalid rates or rates below `least`, without reading
-    tensors.
-
-    One-element tensors are reshaped to 0-d.
-    """
-    for name in ("lr", "weight_decay"):
-        rate = group[name]
-        if isinstance(rate, Tensor) and rate.ndim and rate.numel() == 1:
-            rate = group[name] = rate.view(())  # torch's optimizers also accept such tensors
-        check_rate(name, rate)
-        check_value(name, Rate, rate)
-        if not isinstance(rate, Tensor) and rate < least:
-            raise ValueError(f"{name} must not be negative, got {rate}")

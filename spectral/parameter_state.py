@@ -201,6 +201,29 @@ def _field_names(kind: type[Rule]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
+def follow_names(groups: Sequence[dict[str, Any]], members: Mapping[Tensor, Member]) -> None:
+    """Update the names in groups after another program has removed, added or moved parameters.
+
+    Raises ValueError for a parameter that was never named.
+    """
+    for group in groups:
+        params, names = group["params"], group.get("param_names")
+        if names is None:
+            continue
+        known = [members[p].name if p in members else "" for p in params]
+        pairs = zip(known, names, strict=False)
+        moved = any(old != name and old in names for old, name in pairs)
+        if len(names) == len(params) and not moved:
+            continue  # the program may have renamed or replaced parameters
+        for parameter, name in zip(params, known, strict=True):
+            if not name:
+                raise ValueError(
+                    "every parameter in a group with param_names must have a name, got an "
+                    f"unnamed parameter of shape {tuple(parameter.shape)}; use add_param_group"
+                )
+        group["param_names"] = known
+
+
 def check_entries(members: Iterable[Member], state: Mapping[Any, Any]) -> None:
     """Raise ValueError for state entries that do not match their parameter.
 
