@@ -25,32 +25,12 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from . import optimizer_checks as checks
 from .batching import copy_all_, grouped
 from .device_values import are_finite, is_known, surely_finite
 from .division import Division
 from .ieee_products import ieee_products
-from .local_part import (
-    gradients_of,
-    is_dtensor,
-    local_gradient,
-    local_of,
-    placed_like,
-)
-from .optimizer_checks import (
-    Frozen,
-    check_kinds,
-    check_module,
-    check_names,
-    check_parameters,
-    check_params,
-    check_rates,
-    check_replicas,
-    names_of,
-    warn,
-    warn_alone,
-    warn_unfrozen,
-    warn_unnamed,
-)
+from .local_part import gradients_of, is_dtensor, local_gradient, local_of, placed_like
 from .options import FIXED, check_options, fields_of, rate_of, rename_
 from .parameter_split import ParameterSplit
 from .parameter_state import (
@@ -131,7 +111,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _replicas: "ProcessGroup | None" = None  # None in a copied optimizer
     _exchange_dtype: torch.dtype | None = None
     # Names from `split_parameters` and their modules; sharding replaces the parameters.
-    _frozen: Sequence[Frozen] = ()
+    _frozen: Sequence[checks.Frozen] = ()
     _module: "ref[torch.nn.Module] | None" = None  # from `split_parameters`
 
     def __init__(
@@ -147,7 +127,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         exchange_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        check_params(params)
+        checks.check_params(params)
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
         check_value("master_weights", bool, master_weights)
         check_value("exchange_dtype", torch.dtype | None, exchange_dtype)
@@ -173,7 +153,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             **fields_of(name),
             **options,
         }
-        check_rates(defaults, least=0.0)
+        checks.check_rates(defaults, least=0.0)
         self._chosen = options if lr is None else {"lr": defaults["lr"], **options}
         if "beta1" in defaults:  # read by schedulers that cycle the momentum
             defaults.setdefault("momentum", defaults["beta1"])
@@ -189,7 +169,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._frozen = [(name, ref(module)) for name, module in holders if module is not None]
             self._module = ref(params.module)
         super().__init__(params, defaults)
-        warn_unnamed(self.param_groups)
+        checks.warn_unnamed(self.param_groups)
 
     def _reset_figures(self) -> None:
         # Metrics from the last step, one entry per list of parameters that were updated together.
@@ -206,17 +186,211 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Bytes of momenta, weights and state that this rank has sent to other ranks."""
         return self._matrices.ranks.sent if self._matrices is not None else 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy; see `torch.optim.Optimizer`."""
-        follow_names(self.param_groups, self._members)
-        kept = {"_chosen": self._chosen, "_exchange_dtype": self._exchange_dtype}
-        return {**super().__getstate__(), **kept}
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, and return the closure's result, if any."""
+        loss = None
+        if closure is not None:
+            if not callable(closure):
+                raise TypeError(f"closure must be a function or None, got {closure!r:.60}")
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._reset_figures()
-        if "defaults" in state:  # a copy; `load_state_dict` completes the groups later
-            self._members = {m.parameter: m for m in members_of(self.param_groups)}
+    @_disable_dynamo  # parts of the step fail under torch.compile
+    def _step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            rename_(group["rule"], group)  # values set by a scheduler or training loop
+            checks.check_rates(group)
+        if self._frozen:
+            self._frozen = checks.warn_unfrozen(self._frozen, self.param_groups)
+        snapshot = self._share()
+        active = self._gate(snapshot)
+        self.last_reports = []
+        columns = zip(self.param_groups, snapshot.columns, strict=True)
+        for rule, members in grouped(columns, lambda member: rule_of(member[0])).items():
+            if type(rule) is AdamWRule:
+                for group, group_columns in members:
+                    self._step_adamw(rule, group, group_columns, snapshot, active)
+            else:
+                self._step_matrices(rule, [group for group, _ in members], snapshot, active)
+
+    def _share(self) -> Snapshot:
+        """Bring state and owners in line with the current parameters, which may have been replaced.
+
+        Raises ValueError or TypeError, before anything is modified, if a state does not match its
+        parameter and rule.
+        """
+        before = self._snapshot
+        if before is not None and before.holds(self.param_groups, self.state):
+            for parameter, master in before.masters:  # other code may have modified the parameter
+                follow_weight(parameter, master)
+            return before
+        follow_names(self.param_groups, self._members)
+        checks.check_kinds(self.param_groups, self._members, self.state)
+        members = {m.parameter: m for m in members_of(self.param_groups)}
+        check_entries(members.values(), self.state)
+        self._initialise(members.values())
+        departed = [old for parameter, old in self._members.items() if parameter not in members]
+        forget(self.state, departed)
+        now = Snapshot(self.param_groups, self.state, members)
+        self._ranks = self._all_ranks(now.parameters)
+        if before is None and self._ranks is None:
+            checks.warn_alone(self.param_groups)
+        if before is None or before.forms != now.forms:
+            self._matrices = None
+        shared, _ = self._by_sharing(members.values())
+        parameters = [member.parameter for member in shared]
+        if self._matrices is None or not same(parameters, [*self._matrices.index]):
+            self._matrices = self._shared_matrices(shared)
+        names = {member.name for member in members.values()}
+        self._members = members | {m.parameter: m for m in departed if m.name not in names}
+        self._snapshot = now
+        return now
+
+    def _gate(self, snapshot: Snapshot) -> Tensor | None:
+        """Return None to take the step, or a 0-d bool that is False if the step must be skipped.
+
+        Skipped steps are counted. All ranks that share parameters return the same value. Raises
+        FloatingPointError on a nonfinite gradient with `nonfinite="raise"`. Raises ValueError if a
+        parameter was replaced, and for the errors of `_agreed`.
+        """
+        parameters = snapshot.parameters
+        grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
+        if len(grads) < len(parameters) and self._module is not None:
+            checks.check_module(self._module(), self.param_groups)
+        if not grads and self._ranks is None:
+            return None
+        raises = self.defaults["nonfinite"] == "raise"
+        device = local_of(parameters[0]).device
+        if raises and grads and surely_finite(grads):
+            finite = torch.ones((), dtype=torch.bool, device=device)
+        else:
+            finite = are_finite(grads, device)
+        finite = self._agreed(finite, snapshot, grads)
+        if raises:
+            if not finite:
+                found = [
+                    p
+                    for p in parameters
+                    if p.grad is not None and not are_finite([local_of(p.grad)])
+                ]
+                where = "a gradient on another rank"
+                if found:
+                    where = f"the gradient of {checks.names_of(found, self._members)}"
+                raise FloatingPointError(f"{where} is not finite; no parameter was updated")
+            return None
+        if self.skipped_steps.device != device:  # only in the first step
+            self.skipped_steps = self.skipped_steps.to(device)
+        self.skipped_steps.add_(~finite)
+        return finite
+
+    def _agreed(self, finite: Tensor, snapshot: Snapshot, grads: Sequence[Tensor]) -> Tensor:
+        """Return whether `finite` is True on all ranks that share parameters, a 0-d bool.
+
+        Raises ValueError if ranks have gradients for different parameters, or if replicas have
+        different gradients. Replicas are only compared in the first step, and in steps in which the
+        set of parameters with gradients has changed.
+        """
+        if self._ranks is None:
+            return finite
+        stepped = [p.grad is not None for p in snapshot.parameters]
+        present = hash(tuple(stepped))
+        finite, same = self._ranks.agree(finite, present)
+        # Ranks with gradients for different parameters would exchange different matrices, so this
+        # check syncs with the host whenever the set of gradients has changed.
+        changed = present != self._present
+        if (self.defaults["nonfinite"] == "raise" or changed or is_known(same)) and not same:
+            raise ValueError("all ranks must have gradients for the same parameters")
+        compares = changed and grads and not snapshot.sharded
+        if compares and finite:
+            parameters = [*compress(snapshot.parameters, stepped)]
+            checks.check_replicas(self._ranks, parameters, grads, self._members)
+        if not compares or finite:  # otherwise, the next step compares
+            self._present = present
+        return finite
+
+    def _step_adamw(
+        self,
+        rule: AdamWRule,
+        group: dict[str, Any],
+        columns: Columns,
+        snapshot: Snapshot,
+        active: Tensor | None,
+    ) -> None:
+        """Update a group's parameters with one call per dtype and device.
+
+        One call per parameter would be slow for many small parameters.
+        """
+        stepped: list[Tensor] = []
+        for (dtype, device), column in columns.items():
+            grads: list[Any] = [p.grad for p in column[0]]
+            present = [grad is not None for grad in grads]
+            if not any(present):
+                continue
+            if not all(present):
+                grads, *column = ([*compress(x, present)] for x in (grads, *column))
+            parameters, weights, *state = column
+            if snapshot.sharded:
+                weights, grads = [*map(local_of, weights)], [*map(local_gradient, parameters)]
+            if {grad.dtype for grad in grads} != {dtype}:
+                grads = [grad.to(dtype) for grad in grads]
+            rule.advance_([weights, grads, *state], _step_of(group, device, active))
+            if snapshot.masters:
+                copy_all_(
+                    (local_of(p), weight)
+                    for p, weight in zip(parameters, weights, strict=True)
+                    if p.dtype != dtype
+                )
+            stepped += parameters
+        self.last_reports.append((stepped, {}))
+
+    @ieee_products()
+    def _step_matrices(
+        self,
+        rule: Rule,
+        groups: Sequence[dict[str, Any]],
+        snapshot: Snapshot,
+        active: Tensor | None,
+    ) -> None:
+        """Update the parameters of all groups that use `rule`."""
+        steps = {
+            p: _step_of(group, p.device, active)
+            for group in groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        shared, alone = self._by_sharing(self._members[p] for p in steps)
+        self._step_shared(rule, [member.parameter for member in shared], steps)
+        units = [unit for m in alone for unit in snapshot.units(m.parameter, rule)]
+        shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
+        stacks = [
+            ParameterUnits(rule, stack, self.state, steps[stack[0].parameter]) for stack in shapes
+        ]
+        for stack, report in zip(shapes, step_units(rule, stacks), strict=True):
+            self.last_reports.append(([unit.parameter for unit in stack], report))
+
+    def _step_shared(
+        self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
+    ) -> None:
+        """Update parameters whose matrices several ranks update together."""
+        for dtype, members in grouped(parameters, lambda p: self._weight(p).dtype).items():
+            assert self._matrices is not None  # created by `_share`
+            parts = {
+                p: Stack(
+                    self._weight(p),
+                    local_gradient(p).to(dtype, copy=True),  # rules may overwrite gradients
+                    {k: local_of(self.state[p][k]) for k in entry_names(rule)},
+                    steps[p],
+                )
+                for p in members
+            }
+            self.last_reports += self._matrices.step(rule, parts)
+            for parameter, part in parts.items():
+                if MASTER in self.state[parameter]:
+                    local_of(parameter).copy_(part.weight)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, fill in all fields of its rule, and initialise its state."""
@@ -225,14 +399,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         decay = group["weight_decay"]
         problem = None if isinstance(decay, Tensor) else rule.decay_problem(decay)
         if problem is not None:
-            warn(problem)
+            checks.warn(problem)
         stepped = {*self.state}
         foreign = defaults.keys() - group.keys()  # fields of another rule, which torch would add
         super().add_param_group(group)
         for key in foreign:
             group.pop(key, None)
         try:
-            check_parameters(group, rule, division)
+            checks.check_parameters(group, rule, division)
             members = {m.parameter: m for m in members_of([group])}
             check_entries(members.values(), self.state)
             self._initialise(members.values())
@@ -252,7 +426,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         params = settings["params"]
         if not isinstance(params, set):  # which torch rejects
             settings["params"] = [params] if isinstance(params, Tensor) else list(params)
-        check_names(settings, self.param_groups)
+        checks.check_names(settings, self.param_groups)
         rate: Any = rate_of(name)
         if isinstance(self.defaults["lr"], Tensor):
             rate = torch.full_like(self.defaults["lr"], rate)
@@ -263,7 +437,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         exact = any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
         fields = fields_of(name, exact=exact)
         group = {**fields, **common, **chosen, **settings}
-        check_rates(group, least=0.0)
+        checks.check_rates(group, least=0.0)
         return group
 
     def _initialise(self, members: Collection[Member]) -> None:
@@ -307,39 +481,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
             among_ranks = self._replicas is not None or is_dtensor(member.parameter)
             (shared if member.rule.whole_matrix and among_ranks else alone).append(member)
         return shared, alone
-
-    def _share(self) -> Snapshot:
-        """Bring state and owners in line with the current parameters, which may have been replaced.
-
-        Raises ValueError or TypeError, before anything is modified, if a state does not match its
-        parameter and rule.
-        """
-        before = self._snapshot
-        if before is not None and before.holds(self.param_groups, self.state):
-            for parameter, master in before.masters:  # other code may have modified the parameter
-                follow_weight(parameter, master)
-            return before
-        follow_names(self.param_groups, self._members)
-        check_kinds(self.param_groups, self._members, self.state)
-        members = {m.parameter: m for m in members_of(self.param_groups)}
-        check_entries(members.values(), self.state)
-        self._initialise(members.values())
-        departed = [old for parameter, old in self._members.items() if parameter not in members]
-        forget(self.state, departed)
-        now = Snapshot(self.param_groups, self.state, members)
-        self._ranks = self._all_ranks(now.parameters)
-        if before is None and self._ranks is None:
-            warn_alone(self.param_groups)
-        if before is None or before.forms != now.forms:
-            self._matrices = None
-        shared, _ = self._by_sharing(members.values())
-        parameters = [member.parameter for member in shared]
-        if self._matrices is None or not same(parameters, [*self._matrices.index]):
-            self._matrices = self._shared_matrices(shared)
-        names = {member.name for member in members.values()}
-        self._members = members | {m.parameter: m for m in departed if m.name not in names}
-        self._snapshot = now
-        return now
 
     def _shared_matrices(self, members: Sequence[Member]) -> "SharedMatrices | None":
         """Return the matrices that several ranks update together, or None.
@@ -456,161 +597,17 @@ class SpectralOptimizer(torch.optim.Optimizer):
         with before, after:
             super().load_state_dict(state_dict)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the closure's result, if any."""
-        loss = None
-        if closure is not None:
-            if not callable(closure):
-                raise TypeError(f"closure must be a function or None, got {closure!r:.60}")
-            with torch.enable_grad():
-                loss = closure()
-        self._step()
-        return loss
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes to copy; see `torch.optim.Optimizer`."""
+        follow_names(self.param_groups, self._members)
+        kept = {"_chosen": self._chosen, "_exchange_dtype": self._exchange_dtype}
+        return {**super().__getstate__(), **kept}
 
-    @_disable_dynamo  # parts of the step fail under torch.compile
-    def _step(self) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            rename_(group["rule"], group)  # values set by a scheduler or training loop
-            check_rates(group)
-        if self._frozen:
-            self._frozen = warn_unfrozen(self._frozen, self.param_groups)
-        snapshot = self._share()
-        active = self._gate(snapshot)
-        self.last_reports = []
-        columns = zip(self.param_groups, snapshot.columns, strict=True)
-        for rule, members in grouped(columns, lambda member: rule_of(member[0])).items():
-            if type(rule) is AdamWRule:
-                for group, group_columns in members:
-                    self._step_adamw(rule, group, group_columns, active)
-            else:
-                self._step_matrices(rule, [group for group, _ in members], active)
-
-    @ieee_products()
-    def _step_matrices(
-        self, rule: Rule, groups: Sequence[dict[str, Any]], active: Tensor | None
-    ) -> None:
-        """Update the parameters of all groups that use `rule`."""
-        steps = {
-            p: _step_of(group, p.device, active)
-            for group in groups
-            for p in group["params"]
-            if p.grad is not None
-        }
-        shared, alone = self._by_sharing(map(self._members.__getitem__, steps))
-        self._step_shared(rule, [member.parameter for member in shared], steps)
-        assert self._snapshot is not None  # of this step
-        units = [unit for m in alone for unit in self._snapshot.units(m.parameter, rule)]
-        shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
-        stacks = [
-            ParameterUnits(rule, stack, self.state, steps[stack[0].parameter]) for stack in shapes
-        ]
-        for stack, report in zip(shapes, step_units(rule, stacks), strict=True):
-            self.last_reports.append(([unit.parameter for unit in stack], report))
-
-    def _step_adamw(
-        self, rule: AdamWRule, group: dict[str, Any], columns: Columns, active: Tensor | None
-    ) -> None:
-        """Update a group's parameters with one call per dtype and device.
-
-        One call per parameter would be slow for many small parameters.
-        """
-        assert self._snapshot is not None  # of this step
-        stepped: list[Tensor] = []
-        for (dtype, device), column in columns.items():
-            grads: list[Any] = [p.grad for p in column[0]]
-            present = [grad is not None for grad in grads]
-            if not any(present):
-                continue
-            if not all(present):
-                grads, *column = ([*compress(x, present)] for x in (grads, *column))
-            parameters, weights, *state = column
-            if self._snapshot.sharded:
-                weights, grads = [*map(local_of, weights)], [*map(local_gradient, parameters)]
-            if {grad.dtype for grad in grads} != {dtype}:
-                grads = [grad.to(dtype) for grad in grads]
-            rule.advance_([weights, grads, *state], _step_of(group, device, active))
-            if self._snapshot.masters:
-                copy_all_(
-                    (local_of(p), weight)
-                    for p, weight in zip(parameters, weights, strict=True)
-                    if p.dtype != dtype
-                )
-            stepped += parameters
-        self.last_reports.append((stepped, {}))
-
-    def _step_shared(
-        self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
-    ) -> None:
-        """Update parameters whose matrices several ranks update together."""
-        for dtype, members in grouped(parameters, lambda p: self._weight(p).dtype).items():
-            assert self._matrices is not None  # created by `_share`
-            parts = {
-                p: Stack(
-                    self._weight(p),
-                    local_gradient(p).to(dtype, copy=True),  # rules may overwrite gradients
-                    {k: local_of(self.state[p][k]) for k in entry_names(rule)},
-                    steps[p],
-                )
-                for p in members
-            }
-            self.last_reports += self._matrices.step(rule, parts)
-            for parameter, part in parts.items():
-                if MASTER in self.state[parameter]:
-                    local_of(parameter).copy_(part.weight)
-
-    def _gate(self, snapshot: Snapshot) -> Tensor | None:
-        """Return None to take the step, or a 0-d bool that is False if the step must be skipped.
-
-        Skipped steps are counted. All ranks that share parameters return the same value. Raises
-        FloatingPointError on a nonfinite gradient with `nonfinite="raise"`. Raises ValueError if a
-        parameter was replaced, if ranks have gradients for different parameters, or if replicas
-        have different gradients. Replicas are only compared in the first step, and in steps in
-        which the set of parameters with gradients has changed.
-        """
-        parameters = snapshot.parameters
-        grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
-        if len(grads) < len(parameters) and self._module is not None:
-            check_module(self._module(), self.param_groups)
-        if not grads and self._ranks is None:
-            return None
-        raises = self.defaults["nonfinite"] == "raise"
-        device = local_of(parameters[0]).device
-        if raises and grads and surely_finite(grads):
-            finite = torch.ones((), dtype=torch.bool, device=device)
-        else:
-            finite = are_finite(grads, device)
-        if self._ranks is not None:
-            present = hash(tuple(p.grad is not None for p in parameters))
-            finite, same = self._ranks.agree(finite, present)
-            # Ranks with gradients for different parameters would exchange different matrices, so
-            # this check syncs with the host whenever the set of gradients has changed.
-            waits = raises or present != self._present or is_known(same)
-            if waits and not same:
-                raise ValueError("all ranks must have gradients for the same parameters")
-            compares = present != self._present and grads and not snapshot.sharded
-            if compares and finite:
-                stepped = [p for p in parameters if p.grad is not None]
-                check_replicas(self._ranks, stepped, grads, self._members)
-            if not compares or finite:  # otherwise, the next step compares
-                self._present = present
-        if raises:
-            if not finite:
-                found = [
-                    p
-                    for p in parameters
-                    if p.grad is not None and not are_finite([local_of(p.grad)])
-                ]
-                where = "a gradient on another rank"
-                if found:
-                    where = f"the gradient of {names_of(found, self._members)}"
-                raise FloatingPointError(f"{where} is not finite; no parameter was updated")
-            return None
-        if self.skipped_steps.device != device:  # only in the first step
-            self.skipped_steps = self.skipped_steps.to(device)
-        self.skipped_steps.add_(~finite)
-        return finite
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_figures()
+        if "defaults" in state:  # a copy; `load_state_dict` completes the groups later
+            self._members = {m.parameter: m for m in members_of(self.param_groups)}
 
 
 def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None) -> Step:
