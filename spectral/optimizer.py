@@ -571,6 +571,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         def restore(_: object) -> None:
             for group, before in zip(self.param_groups, settings, strict=True):
+                group.setdefault("units", before["units"])
                 same_rule = group["rule"] == before["rule"]
                 for name, default in fields_of(group["rule"], exact=True).items():
                     group.setdefault(name, before[name] if same_rule else default)

@@ -218,12 +218,14 @@ def test_a_copy_gives_its_options_to_later_groups() -> None:
 
 def test_options_that_a_state_lacks_stay_as_they_are() -> None:
     given = {"momentum": 0.5, "krylov_steps": 6, "radius_scaler": 2.0, "retraction": "dynamic"}
-    optimizer = SpectralSphere([weight(8, 12)], weight_decay=0.0, **given)
+    units = {"rows": [4]}
+    groups = [{"params": [weight(8, 12)], "units": units}]
+    optimizer = SpectralSphere(groups, weight_decay=0.0, **given)
     saved = optimizer.state_dict()
-    for name in given:
+    for name in (*given, "units"):
         del saved["param_groups"][0][name]
     optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0].items() >= given.items()
+    assert optimizer.param_groups[0].items() >= {**given, "units": units}.items()
 
 
 def test_a_state_of_momenta_alone_is_enough() -> None:
