@@ -106,7 +106,7 @@ def data_problems(folder: Path) -> Iterator[str]:
         stated, path = manifest.tokenizer, manifest.tokenizer_path
         if file_sha256(path) != stated.sha256:
             yield f"{path} is damaged: its sha256 does not match the manifest"
-        lengths = token_byte_lengths(manifest)
+        lengths = token_byte_lengths(path)
         facts: dict[str, object] = {"vocab_size": vocabulary_size(path)}
         facts["byte_level"] = lengths is not None
         if stated.eod_token is not None:

@@ -22,6 +22,7 @@ from scripts.evaluation import process_results
 from training.config import Config
 from training.data.manifest import check_one_tokenizer, manifest_of
 from training.data.token_bytes import token_byte_lengths
+from training.data.token_set import TokenSet
 from training.data.validation_data import ValidationData
 from training.errors import InputError
 
@@ -61,9 +62,7 @@ def write_tasks(
     tasks = []
     for name, each in config.data.validation.items():
         data = ValidationData(
-            name,
-            each.path,
-            sequence_length=config.train.sequence_length,
+            TokenSet(name, each.path, config.train.sequence_length),
             samples=config.validation.samples,
             token_bytes=lengths,
             tokenizer=tokenizer_file,

@@ -135,7 +135,7 @@ def test_every_command_of_a_page_works_after_those_before_it(page: str, tmp_path
 
 def test_demo_holds_the_embedded_texts_to_the_byte(demo: Path, root: Path) -> None:
     manifest = read_manifest(demo)
-    lengths = token_byte_lengths(manifest)
+    lengths = token_byte_lengths(manifest.tokenizer_path)
     assert manifest.tokenizer.vocab_size == 4096
     assert lengths is not None and len(lengths) == 4096
     for name in DEMO_SETS:

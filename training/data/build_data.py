@@ -1,6 +1,6 @@
 """Build a run's data, tokenizer, vocabulary and tasks from its config."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from training.data.token_bytes import (
     tokenizer_file,
     vocabulary_size,
 )
-from training.data.token_set import OpenSet, TokenSet, check_vocabulary, no_file
+from training.data.token_set import TokenSet, check_vocabulary, no_file
 from training.data.validation_data import ValidationData
 from training.errors import ConfigError, MissingSetError, VocabularyError
 
@@ -50,8 +50,10 @@ def data_manifest(config: Config) -> Manifest | None:
 def tokenizer_path(config: Config) -> Path | None:
     """Return the path of the tokenizer.json named in the config or, failing that, in the data
     manifest. Return None if neither the config nor the manifest names a tokenizer."""
-    source = config.data.tokenizer or data_manifest(config)
-    return None if source is None else tokenizer_file(source)
+    if config.data.tokenizer is not None:
+        return tokenizer_file(config.data.tokenizer)
+    manifest = data_manifest(config)
+    return None if manifest is None else manifest.tokenizer_path
 
 
 def needed_tokenizer(config: Config, key: str) -> Path:
@@ -137,46 +139,46 @@ def build_data(
     out-of-vocabulary token ids.
     """
     assert config.model.vocab_size is not None  # `with_vocabulary` has set it
-    data, samples = config.data, config.validation.samples
-    open_set: OpenSet = partial(
+    data, samples, tokenizer = config.data, config.validation.samples, None
+    open_set: Callable[[str, str, int], TokenSet] = partial(
         TokenSet, vocab_size=config.model.vocab_size, verify=data.verify, share=share
     )
-    source: str | Manifest | None = data.tokenizer or data_manifest(config)
     if data.mock:
-        data, source, samples = with_mock_sets(data), None, samples or MOCK_SAMPLES
+        data, samples = with_mock_sets(data), samples or MOCK_SAMPLES
         open_set = partial(MockTokens, vocabulary=config.model.vocab_size)
     else:
+        tokenizer = tokenizer_path(config)
         sections = (data.train, data.validation)
         paths = [(name, each.path) for section in sections for name, each in section.items()]
-        tokenizer = None if data.tokenizer is None else tokenizer_file(data.tokenizer)
-        check_one_tokenizer(paths, tokenizer)
-        if isinstance(source, Manifest) and data.verify != "none":
-            check_tokenizer(source)
+        check_one_tokenizer(paths, None if data.tokenizer is None else tokenizer)
+        if data.tokenizer is None and data.verify != "none":
+            manifest = data_manifest(config)
+            if manifest is not None:
+                check_tokenizer(manifest)
+
+    def opened(kind: str) -> Iterator[TokenSet]:
+        for name, each in getattr(data, kind).items():
+            try:
+                yield open_set(name, each.path, config.train.sequence_length)
+            except MissingSetError as error:
+                raise MissingSetError(str(error), ("data", kind, name)) from None
+
     borders = Borders(mask=data.document_mask, first_token_loss=data.first_token_loss)
     train = TrainingData(
-        [(name, each.path, each.weight) for name, each in data.train.items()],
-        sequence_length=config.train.sequence_length,
+        [(each, data.train[each.name].weight) for each in opened("train")],
         seed=config.seed,
-        open_set=with_config_key(open_set, "train"),
         phases=[
             (start, phase.weights)
             for start, phase in zip(config.phase_starts(), data.phases, strict=True)
         ],
         borders=borders,
     )
-    lengths = token_byte_lengths(source) if source is not None else None
+    lengths = None if tokenizer is None else token_byte_lengths(tokenizer)
     validation = [
         ValidationData(
-            name,
-            each.path,
-            sequence_length=config.train.sequence_length,
-            samples=samples,
-            token_bytes=lengths,
-            tokenizer=None if source is None else tokenizer_file(source),
-            open_set=with_config_key(open_set, "validation"),
-            borders=borders,
+            each, samples=samples, token_bytes=lengths, tokenizer=tokenizer, borders=borders
         )
-        for name, each in data.validation.items()
+        for each in opened("validation")
     ]
     sets = [*train.all_sets, *(each.set for each in validation)]
     check_vocabulary(sets, config.model.vocab_size)
@@ -265,18 +267,6 @@ def without_sets(config: Config) -> Iterator[str]:
         "to run without these sets: data.mock=true generates random tokens; `make data` and "
         f"{' '.join(names)} model.vocab_size=null use the embedded corpus"
     )
-
-
-def with_config_key(open_set: OpenSet, kind: str) -> OpenSet:
-    """Wrap `open_set` so that each MissingSetError contains the config key of the missing set."""
-
-    def opened(name: str, prefix: str | Path, sequence_length: int) -> TokenSet:
-        try:
-            return open_set(name, prefix, sequence_length)
-        except MissingSetError as error:
-            raise MissingSetError(str(error), ("data", kind, name)) from None
-
-    return opened
 
 
 def with_mock_sets(data: DataConfig) -> DataConfig:

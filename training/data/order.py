@@ -18,10 +18,9 @@ import copy
 import hashlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -32,7 +31,7 @@ from torch.utils.data import Dataset
 
 from models.section import Whole
 from training.data.document_index import CROSSED, Borders
-from training.data.token_set import OpenSet, TokenSet
+from training.data.token_set import TokenSet
 from training.errors import ConfigError
 
 
@@ -245,38 +244,33 @@ class TrainingData(Dataset[Tensor]):
     object for a given step.
 
     Args:
-        sets: a (name, prefix, weight) triple per set, in any order. A weight may be 0 if the weight
-            of the set is positive in a later phase.
-        sequence_length: number of tokens predicted per sample.
+        sets: each set with its weight, in any order. A weight may be 0 if the weight of the set is
+            positive in a later phase.
         seed: seed for the order within each set.
-        open_set: function that opens a set; the default reads files.
         phases: (number of preceding steps, weights by set) for each later phase, in order.
         borders: how to treat document borders.
 
     Raises:
         ConfigError: a weight is below 1/`BLEND_PERIOD` of the sum of the weights.
-        DataError: a set cannot be used (see `TokenSet`).
     """
 
     def __init__(
         self,
-        sets: Sequence[tuple[str, str | Path, float]],
+        sets: Iterable[tuple[TokenSet, float]],
         *,
-        sequence_length: int,
         seed: int,
-        open_set: OpenSet = TokenSet,
         phases: Sequence[tuple[int, Mapping[str, float]]] = (),
         borders: Borders = CROSSED,
     ) -> None:
-        ordered = sorted(sets, key=lambda each: each[0])
-        self.all_sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
+        ordered = sorted(sets, key=lambda each: each[0].name)
+        self.all_sets = [each for each, _ in ordered]
         """The sets used in any phase; `sets` contains only the sets used in this phase."""
-        self.sequence_length = sequence_length
+        self.sequence_length = self.all_sets[0].sequence_length
         self.seed = seed
         self.borders = borders
         self.phase = Phase()
         self.later: tuple[tuple[int, TrainingData], ...] = ()
-        self._mix({name: weight for name, _, weight in ordered})
+        self._mix({each.name: weight for each, weight in ordered})
         self.later = tuple((step, copy.copy(self)._mix(weights)) for step, weights in phases)
 
     def _mix(self, weights: Mapping[str, float]) -> "TrainingData":

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
 
-from training.data.manifest import Manifest
 from training.errors import DataError
 from training.json_file import read_json
 
@@ -27,14 +26,14 @@ CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
 LARGEST_ID: Final = 1 << 24
 
 
-def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
+def token_byte_lengths(source: str | Path) -> Tensor | None:
     """Return the number of text bytes per token id, int32 `[vocab]`, with 0 for special tokens.
 
     Returns None if the tokenizer is not byte-level. The tokens of such a tokenizer have no fixed
     number of bytes, so `ValidationData` decodes them.
 
     Args:
-        source: the manifest of a prepared folder, a tokenizer.json, or the folder containing it.
+        source: a tokenizer.json, or the folder containing it.
 
     Raises:
         DataError: the tokenizer file is missing or is not a tokenizer.json.
@@ -61,10 +60,9 @@ def vocabulary_size(source: str | Path) -> int:
     return max([*ids, *(token["id"] for token in content["added_tokens"])], default=-1) + 1
 
 
-def tokenizer_file(source: Manifest | str | Path) -> Path:
-    """Return the path of a tokenizer.json. `source` is a manifest, the path of the file, or the
-    path of its folder."""
-    path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
+def tokenizer_file(source: str | Path) -> Path:
+    """Return the path of a tokenizer.json. `source` is the file or its folder."""
+    path = Path(source)
     return path / "tokenizer.json" if path.is_dir() else path
 
 

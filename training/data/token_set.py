@@ -3,7 +3,7 @@
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -311,10 +311,6 @@ class TokenSet:
                     file.seek((total - size) * block // (spread - 1))
                     digest.update(file.read(size))
         return digest.hexdigest()
-
-
-OpenSet = Callable[[str, str | Path, int], TokenSet]
-"""Function that opens a set, given (name, path without suffix, sequence length)."""
 
 
 def check_vocabulary(sets: Sequence[TokenSet], vocab_size: int) -> None:

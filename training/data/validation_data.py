@@ -10,7 +10,7 @@ from torch import Tensor
 
 from training.data.document_index import CROSSED, Borders
 from training.data.token_bytes import decoded_bytes, open_tokenizer
-from training.data.token_set import OpenSet, TokenSet
+from training.data.token_set import TokenSet
 from training.errors import DataError
 
 
@@ -18,39 +18,32 @@ class ValidationData:
     """The first windows of a validation set. On any layout, each window is evaluated exactly once.
 
     Args:
-        name: name of the set in the config.
-        prefix: path of the .bin/.idx pair, without suffix.
-        sequence_length: number of tokens predicted per window. Tokens after the last full window
-            are not used.
+        token_set: the set. Tokens after the last full window are not used.
         samples: maximum number of windows; None uses the whole set.
         token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
         tokenizer: tokenizer.json used to decode the tokens if `token_bytes` is None. If both are
             None, the number of bytes is estimated from the manifest's mean bytes per token; without
             a manifest, the number is unknown.
-        open_set: function that opens the set; the default reads files.
         borders: how to treat document borders.
 
     Raises:
-        DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
+        DataError: a token id has no entry in `token_bytes`.
     """
 
     def __init__(
         self,
-        name: str,
-        prefix: str | Path,
+        token_set: TokenSet,
         *,
-        sequence_length: int,
         samples: int | None = None,
         token_bytes: Tensor | None = None,
         tokenizer: Path | None = None,
-        open_set: OpenSet = TokenSet,
         borders: Borders = CROSSED,
     ) -> None:
-        self.name = name
-        self.set = open_set(name, prefix, sequence_length)
+        self.name = token_set.name
+        self.set = token_set
         self.borders = borders
         self.samples = min(len(self.set), samples or len(self.set))
-        self.target_tokens = self.samples * sequence_length
+        self.target_tokens = self.samples * token_set.sequence_length
         left_out: list[int] = []
         if not borders.first_token_loss:
             left_out = self.set.starts(1, self.target_tokens + 1).tolist()

@@ -51,9 +51,7 @@ def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> No
     documents = json_lines(tmp_path / "local_walk.jsonl")
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     data = ValidationData(
-        "walk",
-        f"{prepared}/tokens.train",
-        sequence_length=LENGTH,
+        TokenSet("walk", f"{prepared}/tokens.train", LENGTH),
         samples=20,
         token_bytes=token_byte_lengths(prepared / "tokenizer.json"),
     )

@@ -168,8 +168,7 @@ def test_validation_counts_the_same_tokens(folder: str, world) -> None:
     assert Loop(trainer).evaluate()["val/walk/loss"] == pytest.approx(expected, rel=1e-6)
     assert validation[0].counted_tokens == int(whole["counted"].sum())
     for samples in (1, *range(75, 90)):  # some sequences end where a document begins
-        options = {"sequence_length": 32, "samples": samples, "borders": data.borders}
-        part = ValidationData("walk", f"{folder}/tokens", **options)
+        part = ValidationData(validation[0].set, samples=samples, borders=data.borders)
         batch = next(part.batches(micro_batch=samples, data_rank=0, data_size=1))[0]
         counted = as_batch(batch, world, data.borders)["counted"]
         assert part.counted_tokens == int(counted.sum()), samples

@@ -26,8 +26,8 @@ WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
 
 
 def training_data(prefixes: dict[str, Path], *, seed: int = 1, length: int = 8) -> TrainingData:
-    sets = [(name, prefix, WEIGHTS[name]) for name, prefix in prefixes.items()]
-    return TrainingData(sets, sequence_length=length, seed=seed)
+    sets = [(TokenSet(name, prefix, length), WEIGHTS[name]) for name, prefix in prefixes.items()]
+    return TrainingData(sets, seed=seed)
 
 
 # --- permutation and blend ----------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_every_epoch_visits_every_window_once_in_another_order(prefixes) -> None
 
 def test_order_depends_on_seed_and_set_name(prefixes: dict[str, Path]) -> None:
     def order(name: str, seed: int) -> list[tuple[int, int]]:
-        data = TrainingData([(name, prefixes["a"], 1.0)], sequence_length=8, seed=seed)
+        data = TrainingData([(TokenSet(name, prefixes["a"], 8), 1.0)], seed=seed)
         return [data.source(k) for k in range(100)]
 
     assert order("one", 1) != order("one", 2) and order("one", 1) != order("two", 1)
@@ -155,8 +155,8 @@ def test_fingerprint_tells_what_decides_the_order(prefixes, tmp_path) -> None:
     assert training_data(copies).fingerprint() == base  # neither path nor order of the sets
     assert training_data(prefixes, seed=2).fingerprint() != base
     assert training_data(prefixes, length=9).fingerprint() != base
-    equal = [(name, prefix, 1.0) for name, prefix in prefixes.items()]
-    assert TrainingData(equal, sequence_length=8, seed=1).fingerprint() != base
+    equal = [(TokenSet(name, prefix, 8), 1.0) for name, prefix in prefixes.items()]
+    assert TrainingData(equal, seed=1).fingerprint() != base
     changed = bytearray((moved / "b.bin").read_bytes())
     changed[100:104] = b"\x01\x01\x01\x01"
     (moved / "b.bin").write_bytes(changed)
@@ -212,7 +212,7 @@ def test_workers_without_shared_memory_are_refused(prefixes, monkeypatch) -> Non
 @pytest.mark.parametrize("data_size", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_every_validation_window_counts_once(prefixes, samples, data_size, micro_batch) -> None:
-    data = ValidationData("b", prefixes["b"], sequence_length=8, samples=samples)
+    data = ValidationData(TokenSet("b", prefixes["b"], 8), samples=samples)
     layout = {"micro_batch": micro_batch, "data_size": data_size}
     counted: Counter[tuple[int, ...]] = Counter()
     for rank in range(data_size):
@@ -230,25 +230,25 @@ def test_every_validation_window_counts_once(prefixes, samples, data_size, micro
 
 def test_bits_per_byte_counts_the_bytes_of_the_targets(prefixes: dict[str, Path]) -> None:
     lengths = torch.arange(500, dtype=torch.int32)
-    data = ValidationData("b", prefixes["b"], sequence_length=8, samples=9, token_bytes=lengths)
+    data = ValidationData(TokenSet("b", prefixes["b"], 8), samples=9, token_bytes=lengths)
     ((windows, _),) = data.batches(micro_batch=9, data_rank=0, data_size=1)
     size = windows[:, 1:].sum().item()
     assert data.target_bytes == size
     # 9 windows of 8 targets at 2 nats each
     assert data.bits_per_byte(2.0) == pytest.approx(9 * 8 * 2.0 / math.log(2) / size, rel=1e-12)
     with pytest.raises(DataError, match="must be below the tokenizer's size of 300"):
-        ValidationData("b", prefixes["b"], sequence_length=8, token_bytes=lengths[:300])
+        ValidationData(TokenSet("b", prefixes["b"], 8), token_bytes=lengths[:300])
 
 
 def test_bytes_are_estimated_from_the_manifest_or_unknown(prefixes, tmp_path) -> None:
-    unknown = ValidationData("a", prefixes["a"], sequence_length=8, samples=2)
+    unknown = ValidationData(TokenSet("a", prefixes["a"], 8), samples=2)
     assert unknown.target_bytes is None and unknown.bits_per_byte(1.0) is None
     write_manifest(tmp_path)
-    estimated = ValidationData("a", prefixes["a"], sequence_length=8, samples=2)
+    estimated = ValidationData(TokenSet("a", prefixes["a"], 8), samples=2)
     assert estimated.target_bytes == 2 * 8 * 4000 / 1000
     # One of three documents begins within 400 targets.
     borders = Borders(first_token_loss=False)
-    part = ValidationData("a", prefixes["a"], sequence_length=8, samples=50, borders=borders)
+    part = ValidationData(TokenSet("a", prefixes["a"], 8), samples=50, borders=borders)
     assert part.target_bytes == pytest.approx(399 * 4000 / 1000)
 
 

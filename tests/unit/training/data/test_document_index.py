@@ -107,10 +107,11 @@ def test_the_attended_length_is_that_of_equal_documents(tmp_path, monkeypatch) -
     assert tokens.attended_length == pytest.approx(pairs / (len(tokens) * LENGTH))
     equal = TokenSet("set", write(tmp_path / "equal", [[4]] * 10), LENGTH)
     assert equal.attended_length == 4
-    sets = [("a", tmp_path / "equal", 3.0), ("b", write(tmp_path / "b", [[8]] * 9), 1.0)]
-    mixed = TrainingData(sets, sequence_length=LENGTH, seed=1, borders=MASKED)
+    other = TokenSet("b", write(tmp_path / "b", [[8]] * 9), LENGTH)
+    sets = [(equal, 3.0), (other, 1.0)]
+    mixed = TrainingData(sets, seed=1, borders=MASKED)
     assert mixed.attended_length() == pytest.approx(0.75 * 4 + 0.25 * 8, rel=1e-5)
-    crossed = TrainingData(sets, sequence_length=LENGTH, seed=1)
+    crossed = TrainingData(sets, seed=1)
     assert crossed.attended_length() == LENGTH
     monkeypatch.setattr(token_set, "SPREAD_WINDOWS", 2)
     assert TokenSet("equal", tmp_path / "equal", LENGTH).attended_length == 4
@@ -118,8 +119,11 @@ def test_the_attended_length_is_that_of_equal_documents(tmp_path, monkeypatch) -
 
 def test_a_mixture_gives_the_documents_of_each_set(tmp_path) -> None:
     sets = {"a": [[3]] * 20, "b": [[5]] * 20}
-    given = [(name, write(tmp_path / name, documents), 1.0) for name, documents in sets.items()]
-    data = TrainingData(given, sequence_length=LENGTH, seed=1, borders=MASKED)
+    given = [
+        (TokenSet(name, write(tmp_path / name, documents), LENGTH), 1.0)
+        for name, documents in sets.items()
+    ]
+    data = TrainingData(given, seed=1, borders=MASKED)
     seen = set()
     for sample in range(12):
         chosen, window = data.source(sample)
@@ -157,12 +161,11 @@ def test_documents_out_of_order_are_refused(tmp_path) -> None:
 @pytest.mark.parametrize("name", SETS)
 def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(name: str, tmp_path) -> None:
     """Test every number of windows, because the last target may be a document's first token."""
-    prefix = write(tmp_path / "set", SETS[name])
+    tokens = TokenSet("set", write(tmp_path / "set", SETS[name]), LENGTH)
     document_of = [i for i, lengths in enumerate(SETS[name]) for _ in range(sum(lengths))]
     lengths = torch.arange(200, dtype=torch.int32)
     for samples in range(1, (len(document_of) - 1) // LENGTH + 1):
-        options = {"sequence_length": LENGTH, "samples": samples, "borders": UNCOUNTED}
-        data = ValidationData("set", prefix, token_bytes=lengths, **options)
+        data = ValidationData(tokens, samples=samples, token_bytes=lengths, borders=UNCOUNTED)
         targets = range(1, samples * LENGTH + 1)
         counted = [k for k in targets if document_of[k] == document_of[k - 1]]
         assert (data.counted_tokens, data.target_bytes) == (len(counted), sum(counted))

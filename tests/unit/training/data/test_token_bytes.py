@@ -13,6 +13,7 @@ from scripts.prepare_data import main as prepare
 from tests.text_files import write_byte_level_tokenizer
 from training.data.hashes import file_sha256
 from training.data.token_bytes import token_byte_lengths
+from training.data.token_set import TokenSet
 from training.data.validation_data import ValidationData
 from training.errors import DataError
 
@@ -127,8 +128,10 @@ def test_bytes_of_the_windows_that_were_read_are_counted(tmp_path, samples, with
     if not with_manifest:
         (tmp_path / "out/manifest.json").unlink()
     path = tmp_path / "out/tokenizer.json"
-    data = ValidationData("a", tmp_path / "out/a.train", sequence_length=16, samples=samples,
-                          token_bytes=token_byte_lengths(path), tokenizer=path)  # fmt: skip
+    tokens = TokenSet("a", tmp_path / "out/a.train", 16)
+    data = ValidationData(
+        tokens, samples=samples, token_bytes=token_byte_lengths(path), tokenizer=path
+    )
     assert len(sizes) == data.set.tokens and data.samples == min(samples or 10**9, len(data.set))
     assert data.target_bytes == sum(sizes[1 : data.target_tokens + 1])
 

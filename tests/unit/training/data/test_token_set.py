@@ -8,7 +8,6 @@ import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from os import truncate
 from pathlib import Path
@@ -323,8 +322,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_pa
     tokens = np.arange(100, dtype=np.uint16) % 50
     tokens[40] = 77
     prefix = write_stream(tmp_path / "set", tokens)
-    open_set = partial(TokenSet, vocab_size=50)
-    data = TrainingData([("set", prefix, 1.0)], sequence_length=8, seed=0, open_set=open_set)
+    data = TrainingData([(TokenSet("set", prefix, 8, vocab_size=50), 1.0)], seed=0)
     loader = training_loader(data, sampler(global_batch=1, micro_batch=1), workers=workers)
     with pytest.raises(DataError) as caught:
         list(islice(without_worker_traces(loader), 12))
