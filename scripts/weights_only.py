@@ -21,7 +21,6 @@ from parallel.checkpoint.state_writer import StateWriter, file_facts, write_extr
 from scripts.command import check_free
 from scripts.data.folder import AtomicFolder
 from scripts.huggingface.export import check_room, raise_problems
-from spectral.batching import grouped
 from spectral.singular_triplets import COLD_STEPS, top_singular
 from training.assignments import config_assignments, unit_options
 from training.checkpoint import checkpoints
@@ -32,6 +31,7 @@ from training.checkpoint.stored_checkpoint import (
     AveragedCheckpoints,
     CheckpointInfo,
     CheckpointWeights,
+    LastParameter,
 )
 from training.config import Config, to_yaml
 from training.errors import InputError
@@ -96,22 +96,6 @@ def write_state(
         except CheckpointException as error:
             causes = [cause for cause, _ in error.failures.values()]
             raise next((c for c in causes if isinstance(c, InputError)), error) from None
-
-
-class LastParameter:
-    """Caches the last parameter read, because all units of a parameter are read consecutively."""
-
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self._name = ""
-        self._value = torch.empty(0)
-
-    def unit(self, unit: Unit) -> Tensor:
-        """Return a whole unit `[*axes]` in float32."""
-        if unit.parameter != self._name:
-            self._value = torch.empty(0)  # freed before the next parameter is read
-            self._name, self._value = unit.parameter, self._read(unit.parameter)
-        return unit.view(self._value)
 
 
 class LazyPlanner(DefaultSavePlanner):
@@ -181,19 +165,15 @@ class Mean:
     """The weighted mean of checkpoints, computed one parameter or buffer at a time.
 
     buffers  shape of each buffer
-    units    units of each parameter
     norms    ratio of spectral norm to radius, for each sphere-rule matrix read so far
     """
 
     def __init__(
         self, checkpoints: Sequence[CheckpointWeights], weights: Sequence[float], *, on_sphere: bool
     ) -> None:
-        for each in checkpoints:
-            each.check()
-        self.config: Config = checkpoints[-1].config
-        self.buffers: Mapping[str, tuple[int, ...]] = checkpoints[-1].buffer_shapes()
-        units = all_units(self.config.model, **unit_options(self.config))
-        self.units = grouped(units, lambda unit: unit.parameter)
+        self._last = checkpoints[-1]
+        self.config: Config = self._last.config
+        self.buffers: Mapping[str, tuple[int, ...]] = self._last.buffer_shapes()
         self.norms: list[float] = []
         self._parts = list(zip(checkpoints, weights, strict=True))
         self._on_sphere = on_sphere
@@ -204,11 +184,12 @@ class Mean:
         if name in self.buffers:
             shape = self.buffers[name]
             return weighted_sum((each.buffer(name, shape), weight) for each, weight in self._parts)
-        shape = self.units[name][0].view_shape
-        parts = ((each.parameter(name, shape), weight) for each, weight in self._parts)
+        units = self._last.parameters[name]
+        shape = units[0].view_shape
+        parts = ((each.parameter(name).view(shape), weight) for each, weight in self._parts)
         whole = weighted_sum(parts)
-        for unit in self.units[name]:
-            if not self._parts[-1][0].preconditioned(unit):
+        for unit in units:
+            if not self._last.preconditioned(unit):
                 self._measure(unit, unit.view(whole))
         return whole
 

@@ -70,7 +70,6 @@ def export(
         name = architecture(model).name
     except InexpressibleError as error:
         raise InputError(str(error)) from None
-    weights.check()
     prepared = None if without_tokenizer else find_tokenizer(info, tokenizer)
     dtype = dtype or stored_dtype(info)
     # Buffers are always float32.
@@ -154,7 +153,7 @@ def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tu
             if parts[0].buffer:
                 value = weights.buffer(name, parts[0].view_shape)
             else:
-                value = weights.parameter(name, parts[0].view_shape)
+                value = weights.parameter(name)
             for part in parts:
                 done += part.numel
                 yield part.name, part.take(value)
@@ -191,7 +190,6 @@ def export_consolidated(
     cannot be used.
     """
     info, weights = opened(source)
-    weights.check()
     kind = DTYPES[dtype or stored_dtype(info)]
     with torch.device("meta"):
         entries = {n: torch.empty(flat_shape(s), dtype=kind) for n, s in weights.layouts().items()}
@@ -206,7 +204,7 @@ def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
     done = 0
     with progress(lambda: f"{done} of {len(layouts)} parameters written"):
         for name, layout in layouts.items():
-            yield name, weights.parameter(name, layout).view(flat_shape(layout))
+            yield name, weights.parameter(name).view(flat_shape(layout))
             done += 1
     for name, shape in weights.buffer_shapes().items():
         yield name, weights.buffer(name, shape)

@@ -20,6 +20,7 @@ from training.checkpoint.stored_checkpoint import (
     CONFIG,
     CheckpointInfo,
     CheckpointWeights,
+    LastParameter,
     ResumeError,
 )
 from training.config import Config
@@ -47,8 +48,7 @@ class InitialWeights:
         self.compared = compared
         units = all_units(config.model, **unit_options(config))
         self._whole = {unit.name: unit for unit in units}
-        # Consecutive calls of `unit` often ask for units of the same parameter.
-        self._last: tuple[str, Tensor] | None = None
+        self._last = LastParameter(weights.parameter)
 
     @property
     def info(self) -> CheckpointInfo:
@@ -57,10 +57,7 @@ class InitialWeights:
 
     def unit(self, unit: Unit) -> Tensor:
         """Return the full float32 weight `[*shape]` of `unit`. The unit may belong to any rank."""
-        whole = self._whole[unit.name]
-        if self._last is None or self._last[0] != whole.parameter:
-            self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
-        return whole.view(self._last[1]).reshape(whole.shape)
+        return self._last.unit(self._whole[unit.name]).reshape(unit.shape)
 
     def fill_buffers_(self, model: ParallelModel) -> None:
         """Fill the module buffers of `model`."""
@@ -99,9 +96,7 @@ def initial_weights(
     if config.checkpoint.initialize_from is None:
         return None
     info, digest, compared = first_rank(partial(chosen_weights, config, tokenizer, file))
-    weights = CheckpointWeights(info)
-    weights.check()
-    return InitialWeights(config, weights, digest, compared=compared)
+    return InitialWeights(config, CheckpointWeights(info), digest, compared=compared)
 
 
 def chosen_weights(

@@ -1,7 +1,7 @@
 """A checkpoint on disk: its meta.json, config, tensors and effective weights."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -167,7 +167,7 @@ class StoredTensors:
     """Reads the tensors stored in `folder`, which may have been saved on any layout.
 
     `parallel.checkpoint.state` defines the keys. The constructor reads the index; `read_into` and
-    `read` read tensors. All three raise BrokenCheckpointError if the folder cannot be read.
+    `read` read tensors. All methods raise BrokenCheckpointError if the folder cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -191,22 +191,31 @@ class StoredTensors:
         return [key for key in self._tensors if key.startswith(prefix)]
 
     def empty(self, key: str, device: str = "cpu") -> Tensor:
-        """Return an uninitialised tensor with the shape and dtype of the stored tensor `key`."""
+        """Return an uninitialised tensor with the shape and dtype of the stored tensor `key`.
+
+        Raises BrokenCheckpointError if there is no such tensor, or if its index entry is invalid.
+        """
+        if key not in self:
+            raise BrokenCheckpointError(f"{self.folder} must contain {key}")
         entry = self._tensors[key]
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        try:
+            return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        except Exception as error:  # invalid index entries raise various exceptions
+            raise broken(self.folder, error) from error
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Read stored tensors into `targets`, which maps their keys to the tensors to fill. Shapes
         must match."""
-        missing = [key for key in targets if key not in self]
-        if missing:
-            raise BrokenCheckpointError(f"{self.folder} must contain {abridged(missing)}")
         for key, target in targets.items():
-            if target.shape != self._tensors[key].size:
+            shape = self.empty(key, "meta").shape
+            if target.shape != shape:
                 raise BrokenCheckpointError(
                     f"{self.folder}: {key} must have shape {tuple(target.shape)}, "
-                    f"got {tuple(self._tensors[key].size)}"
+                    f"got {tuple(shape)}"
                 )
+        self._read_into(targets)
+
+    def _read_into(self, targets: Mapping[str, Tensor]) -> None:
         try:
             self._reader.read_into(targets)
         except (Exception, CheckpointException) as error:
@@ -216,15 +225,11 @@ class StoredTensors:
         """Split `keys` into lists, each with at most `max_bytes` bytes of tensors. A larger tensor
         gets its own list.
 
-        Reading several small tensors at once is faster. Raises BrokenCheckpointError if an index
-        entry is invalid.
+        Reading several small tensors at once is faster.
         """
         batch, size = list[str](), 0
         for key in keys:
-            try:
-                own = self.empty(key, "meta").nbytes
-            except Exception as error:
-                raise broken(self.folder, error) from error
+            own = self.empty(key, "meta").nbytes
             if batch and size + own > max_bytes:
                 yield batch
                 batch, size = [], 0
@@ -235,11 +240,8 @@ class StoredTensors:
 
     def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the full tensors for `keys` on the CPU, in the dtypes in which they are stored."""
-        try:
-            tensors = {key: self.empty(key) for key in keys}
-        except Exception as error:  # invalid index entries raise various exceptions
-            raise broken(self.folder, error) from error
-        self.read_into(tensors)
+        tensors = {key: self.empty(key) for key in keys}
+        self._read_into(tensors)
         return tensors
 
 
@@ -262,6 +264,10 @@ class CheckpointWeights:
     which may have been saved on any layout.
 
     For PC layers, the parameter is PC(W), computed in float32 from the stored W, gamma, u and v.
+    The constructor raises BrokenCheckpointError if the stored units do not match the config's
+    model.
+
+    parameters  units of each parameter, by the name of the parameter
     """
 
     def __init__(self, info: CheckpointInfo) -> None:
@@ -269,7 +275,19 @@ class CheckpointWeights:
         self.config = info.config
         self._stored = StoredTensors(info.state)
         units = all_units(self.config.model, **unit_options(self.config))
-        self._units = grouped(units, lambda unit: unit.parameter)
+        self.parameters = grouped(units, lambda unit: unit.parameter)
+        expected = {f"weight/{unit.name}" for unit in units}
+        present = {key for key in self._stored.keys("weight/") if not key.endswith(GAMMA)}
+        if expected - present:
+            raise BrokenCheckpointError(
+                f"{info.path} is missing weights of the model in {CONFIG}: "
+                f"{abridged(expected - present)}"
+            )
+        if present - expected:
+            raise BrokenCheckpointError(
+                f"{info.path} contains weights that do not belong to the model in {CONFIG}: "
+                f"{abridged(present - expected)}"
+            )
 
     def layouts(self) -> dict[str, tuple[int, ...]]:
         """Map the name of each parameter to `view_shape`, the shape to which the parameter is
@@ -277,21 +295,20 @@ class CheckpointWeights:
 
         Flattening all axes but the last gives the parameter's shape.
         """
-        return {name: units[0].view_shape for name, units in self._units.items()}
+        return {name: units[0].view_shape for name, units in self.parameters.items()}
 
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all stored module buffers, by name."""
         keys = self._stored.keys("buffer/")
         return {k.removeprefix("buffer/"): tuple(self._stored.empty(k).shape) for k in keys}
 
-    def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
-        """Return the full parameter `name` in float32, with shape `layout`.
+    def parameter(self, name: str) -> Tensor:
+        """Return the full parameter `name` in float32, in its units' `view_shape`.
 
-        Raises BrokenCheckpointError if a unit of the parameter is missing, or if the shape of a
-        unit does not match.
+        Raises BrokenCheckpointError if the shape of a unit does not match.
         """
-        whole = torch.empty(layout, dtype=torch.float32)
-        units = self._units[name]
+        units = self.parameters[name]
+        whole = torch.empty(units[0].view_shape, dtype=torch.float32)
         plain = [unit for unit in units if not self.preconditioned(unit)]
         self._stored.read_into({f"weight/{u.name}": u.view(whole) for u in plain})
         for unit in units:
@@ -301,7 +318,7 @@ class CheckpointWeights:
 
     def units(self) -> Iterator[Unit]:
         """Yield all units of the model, parameter by parameter."""
-        for units in self._units.values():
+        for units in self.parameters.values():
             yield from units
 
     def preconditioned(self, unit: Unit) -> bool:
@@ -321,34 +338,31 @@ class CheckpointWeights:
             return torch.zeros(shape)
         return self._stored.read([key])[key].float()
 
-    def check(self) -> None:
-        """Raise BrokenCheckpointError if the stored units do not match the config's model."""
-        expected = {f"weight/{unit.name}" for unit in self.units()}
-        stored = self._stored.keys("weight/")
-        present = {key for key in stored if not key.endswith(GAMMA)}
-        if expected - present:
-            raise BrokenCheckpointError(
-                f"{self.info.path} is missing weights of the model in {CONFIG}: "
-                f"{abridged(expected - present)}"
-            )
-        if present - expected:
-            raise BrokenCheckpointError(
-                f"{self.info.path} contains weights that do not belong to the model in {CONFIG}: "
-                f"{abridged(present - expected)}"
-            )
-
     def effective(self, unit: Unit) -> Tensor:
         """Return a PC layer's float32 PC(W) `[rows, cols]`."""
         pc = self.config.pc
         assert pc is not None
-        key = f"weight/{unit.name}"
-        keys = [f"pc/{unit.name}/u", f"pc/{unit.name}/v", f"{key}{GAMMA}"]
-        missing = [each for each in (key, *keys) if each not in self._stored]
-        if missing:
-            raise BrokenCheckpointError(f"{self.info.path} must contain {missing[0]}")
+        keys = [f"pc/{unit.name}/u", f"pc/{unit.name}/v", f"weight/{unit.name}{GAMMA}"]
         stored = self._stored.read(keys)
         u, v, gamma = (stored[each].float() for each in keys)
         preconditioner = pc.preconditioner(unit)
         assert preconditioner is not None
         with torch.no_grad():
             return preconditioner.effective(self.weight(unit)[None], u[None], v[None], gamma)[0]
+
+
+class LastParameter:
+    """Caches the last parameter read, because all units of a parameter are read consecutively."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        """`read` returns the value of a parameter, given its name."""
+        self._read = read
+        self._name = ""
+        self._value = torch.empty(0)
+
+    def unit(self, unit: Unit) -> Tensor:
+        """Return a whole unit `[*axes]`."""
+        if unit.parameter != self._name:
+            self._value = torch.empty(0)  # freed before the next parameter is read
+            self._name, self._value = unit.parameter, self._read(unit.parameter)
+        return unit.view(self._value)
