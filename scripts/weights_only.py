@@ -24,7 +24,8 @@ from scripts.huggingface.export import check_room, raise_problems
 from spectral.singular_triplets import COLD_STEPS, top_singular
 from training.assignments import config_assignments, unit_options
 from training.checkpoint import checkpoints
-from training.checkpoint.resume import changes, settings
+from training.checkpoint.changes import changes
+from training.checkpoint.identity import settings
 from training.checkpoint.stored_checkpoint import (
     CONFIG,
     STATE,

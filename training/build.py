@@ -19,8 +19,9 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer, build
 from parallel.storage.bucket_layout import BucketPlanner
 from training.assignments import config_assignments, unit_options
 from training.checkpoint import checkpoints
+from training.checkpoint.changes import new_run
 from training.checkpoint.initial_weights import InitialWeights
-from training.checkpoint.resume import check_content, new_run
+from training.checkpoint.resume import check_content
 from training.checkpoint.saving import set_rng_state
 from training.checkpoint.stored_checkpoint import META, RNG, CheckpointInfo, ResumeError
 from training.config import Config

@@ -4,8 +4,8 @@ events.jsonl."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from training.checkpoint.changes import announced
 from training.checkpoint.initial_weights import InitialWeights, rescaling_warning
-from training.checkpoint.resume import announced
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config.effects import without_effect
 from training.data.build_data import data_vocabulary, shared_sets, unverified_sets

@@ -16,15 +16,9 @@ from parallel.optimizer.distributed_optimizer import DisagreementError, Distribu
 from training.assignments import config_routes
 from training.build import build_trainer, restore, rewind
 from training.checkpoint.checkpoints import check_place
+from training.checkpoint.identity import Identity, data_facts, identity
 from training.checkpoint.initial_weights import InitialWeights, initial_weights
-from training.checkpoint.resume import (
-    Identity,
-    check_content,
-    data_facts,
-    find_start,
-    identity,
-    tracker_id,
-)
+from training.checkpoint.resume import check_content, find_start, tracker_id
 from training.checkpoint.saving import CheckpointError, Saver
 from training.checkpoint.stored_checkpoint import CheckpointInfo, ResumeError
 from training.config import Config, check
@@ -33,7 +27,6 @@ from training.data.build_data import (
     build_data,
     build_tasks,
     check_rows,
-    data_manifest,
     tokenizer_path,
     unverified_facts,
 )
@@ -173,7 +166,7 @@ def agreed_facts(
 ) -> Identity:
     """Check that the facts about the data are the same on all ranks, and return the facts that are
     part of the run's identity."""
-    facts = data_facts(config, data, validation, data_manifest(config))
+    facts = data_facts(config, data, validation)
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     sets = [*data.all_sets, *(each.set for each in validation)]
     require_agreement({**dict(flat(facts)), **unverified_facts(config, sets)})

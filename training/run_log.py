@@ -15,7 +15,7 @@ from typing import Any, Final
 from parallel.comm.collectives import CollectiveError
 from parallel.disk import replace_file
 from parallel.optimizer.routing import Route
-from training.checkpoint.resume import contents_of
+from training.checkpoint.identity import contents_of
 from training.config import to_yaml
 from training.config.schedule import TrainConfig
 from training.data.order import Counts, Progress, SetUse, TrainingData, repeats

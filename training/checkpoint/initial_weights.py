@@ -14,8 +14,9 @@ from parallel.checkpoint.state_writer import first_rank
 from parallel.model import ParallelModel, named_buffers
 from training.assignments import unit_options
 from training.checkpoint import COMPLETE
+from training.checkpoint.changes import changes
 from training.checkpoint.checkpoints import read_checkpoint
-from training.checkpoint.resume import changes, model_facts
+from training.checkpoint.identity import model_facts
 from training.checkpoint.stored_checkpoint import (
     CONFIG,
     CheckpointInfo,

@@ -27,7 +27,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
 """Kinds of settings that must not change when a run resumes, unless `checkpoint.allow_change` lists
-the kind; see training/checkpoint/resume.py."""
+the kind; see training/checkpoint/identity.py."""
 
 
 class RunConfig(Section):

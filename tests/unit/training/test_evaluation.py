@@ -25,8 +25,10 @@ from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.task_files import task_keys, write_tasks
 from tests.token_files import prepare_text
 from training.build import build_trainer, restore
+from training.checkpoint.changes import announced, differences
 from training.checkpoint.checkpoints import read_checkpoint
-from training.checkpoint.resume import ResumeError, announced, differences, identity
+from training.checkpoint.identity import identity
+from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import load_config
 from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples, read_task

@@ -26,7 +26,8 @@ from tests.saved_state import reseal
 from tests.slow_cases import slow_but
 from training.checkpoint import checkpoints
 from training.checkpoint.checkpoints import BrokenCheckpointError, read_checkpoint
-from training.checkpoint.resume import find_start, saved_identity
+from training.checkpoint.identity import saved_identity
+from training.checkpoint.resume import find_start
 from training.checkpoint.saving import rng_state, set_rng_state
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.errors import InputError

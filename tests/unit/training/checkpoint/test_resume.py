@@ -19,7 +19,8 @@ from spectral.rules import RULES
 from tests.run_configs import tiny_config
 from tests.tiny_families import tiny_model
 from training.build import build_distributed_optimizer, build_parallel_model
-from training.checkpoint.resume import differences, identity, model_facts, refusal, settings
+from training.checkpoint.changes import differences, refusal
+from training.checkpoint.identity import identity, model_facts, settings
 from training.config import Config, InvalidConfigError, load_saved_config, to_yaml
 from training.config.binding import bind
 
