@@ -7,10 +7,10 @@ The script checks every file against its recorded hash and reads every tensor of
 """
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from training.report.text import progress, table
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from training.checkpoint.stored_checkpoint import CheckpointInfo
     from training.data.manifest import Manifest
 
 Row = tuple[str, str]
@@ -58,11 +59,11 @@ def verified(path: Path) -> Iterator[Row]:
     from training.data.manifest import MANIFEST_FILE, read_manifest
 
     if (path / MANIFEST_FILE).is_file():
-        for what, verdict in rows(str(path), lambda: data_problems(path)):
+        for what, verdict in rows(path, data_problems(path)):
             partly = verdict == GOOD and not read_manifest(path).tokenizer.byte_level
             yield what, UNCHECKED if partly else verdict
     elif (path / META).is_file() or (path / COMPLETE).is_file():
-        yield from rows(str(path), lambda: checkpoint_problems(path))
+        yield from rows(path, checkpoint_problems(path))
     elif (path / FOLDER).is_dir() or (path / "metrics.jsonl").is_file():
         yield from run_rows(path)
     else:
@@ -71,15 +72,17 @@ def verified(path: Path) -> Iterator[Row]:
         )
 
 
-def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
-    """Yield one row per problem, or a single `good` row if there are none."""
-    lines = []
+def rows(path: Path, problems: Iterator[str]) -> Iterator[Row]:
+    """Yield one row per problem, or a single `good` row if there are none. An error raised by
+    `problems` counts as a problem."""
+    verdicts = []
     try:
-        for problem in find():
-            lines.append((what, problem))
+        for problem in problems:
+            verdicts.append(problem)
     except (InputError, OSError) as error:
-        lines.append((what, str(error)))
-    yield from lines or [(what, GOOD)]
+        verdicts.append(str(error))
+    for verdict in verdicts or [GOOD]:
+        yield str(path), verdict
 
 
 def data_problems(folder: Path) -> Iterator[str]:
@@ -166,36 +169,42 @@ def checkpoint_problems(path: Path) -> Iterator[str]:
 def run_rows(run_dir: Path) -> Iterator[Row]:
     """Yield the rows for a run: its checkpoints, `latest`, config and logs."""
     from training.checkpoint import checkpoints
-    from training.config import load_saved_config
     from training.report.log_lines import LOGS
 
     for step in checkpoints.steps(run_dir):
         folder = checkpoints.step_folder(run_dir, step)
-        yield from rows(str(folder), partial(checkpoint_problems, folder))
-    latest, newest = run_dir / checkpoints.FOLDER / checkpoints.LATEST, newest_name(run_dir)
+        yield from rows(folder, checkpoint_problems(folder))
+    newest = None
+    with contextlib.suppress(InputError):  # there is no complete checkpoint
+        newest = checkpoints.read_checkpoint(run_dir)
     if newest is not None:
-        named = None
+        latest, named = newest.path.parent / checkpoints.LATEST, None
         if latest.is_file():
             named = latest.read_text(encoding="utf-8", errors="replace").strip()
-        yield (str(latest), GOOD if named == newest else f"must name {newest}, got {named!r:.60}")
+        name = newest.path.name
+        yield (str(latest), GOOD if named == name else f"must name {name}, got {named!r:.60}")
     if os.path.lexists(run_dir / "config.yaml"):
-        yield from rows(
-            str(run_dir / "config.yaml"),
-            lambda: iter(() if load_saved_config(run_dir / "config.yaml") else ()),
-        )
+        yield from rows(run_dir / "config.yaml", config_problems(run_dir / "config.yaml"))
     for name in LOGS:
-        found = rows(str(run_dir / name), partial(log_problems, run_dir, name))
+        found = rows(run_dir / name, log_problems(run_dir, name, newest))
         missing = not os.path.lexists(run_dir / name)
         yield from (row for row in found if not missing or row[1] != GOOD)
 
 
-def log_problems(run_dir: Path, name: str) -> Iterator[str]:
+def config_problems(path: Path) -> Iterator[str]:
+    """Raise InputError if a saved config cannot be loaded."""
+    from training.config import load_saved_config
+
+    load_saved_config(path)
+    yield from ()
+
+
+def log_problems(run_dir: Path, name: str, newest: "CheckpointInfo | None") -> Iterator[str]:
     """Yield messages about damaged lines and missing steps in a log.
 
-    Up to the newest checkpoint, metrics.jsonl and monitors.jsonl must contain every step that is a
-    multiple of the file's interval. At each start, the run logs an event with both intervals.
+    Up to the checkpoint `newest`, metrics.jsonl and monitors.jsonl must contain every step that is
+    a multiple of the file's interval. At each start, the run logs an event with both intervals.
     """
-    from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines
 
     log = read_lines(run_dir / name)
@@ -204,10 +213,9 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
         yield "does not exist"
     if log.damaged:
         yield f"{log.damaged} damaged lines"
-    if newest_name(run_dir) is None:
+    if newest is None:
         return
-    meta = read_checkpoint(run_dir).meta
-    end = meta["step"] - bool(meta.get("progress", {}).get("unreported"))
+    end = newest.step - bool(newest.meta.get("progress", {}).get("unreported"))
     steps: set[int] = set()
     for event in read_lines(run_dir / "events.jsonl").lines:
         intervals = event.get("intervals")
@@ -221,19 +229,6 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     missing = sorted(steps - {line["step"] for line in log.lines})
     if missing:
         yield f"missing steps: {len(missing)}, from {missing[0]} to {missing[-1]}"
-
-
-def newest_name(run_dir: Path) -> str | None:
-    """Return the folder name of the newest complete checkpoint, or None."""
-    from training.checkpoint.checkpoints import FOLDER, read_checkpoint
-    from training.checkpoint.stored_checkpoint import ResumeError
-
-    if not (run_dir / FOLDER).is_dir():
-        return None
-    try:
-        return read_checkpoint(run_dir).path.name
-    except ResumeError:
-        return None
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
