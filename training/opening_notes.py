@@ -8,7 +8,8 @@ from training.checkpoint.changes import announced
 from training.checkpoint.initial_weights import InitialWeights, rescaling_warning
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config.effects import without_effect
-from training.data.build_data import data_vocabulary, shared_sets, unverified_sets
+from training.data.build_data import data_vocabulary, unverified_sets
+from training.data.manifest import shared_text
 from training.machine.backends import (
     compile_backend,
     fused_backward,
@@ -67,7 +68,7 @@ def resume_notes(
 def data_notes(trainer: Trainer) -> Iterator[Note]:
     """Yield notes on the training and validation sets, the vocabulary and the tasks."""
     config = trainer.config
-    for text in shared_sets(config.data):
+    for text in shared_text(config.data):
         yield "warning", f"warning: {text}"
     validation = [each.set for each in trainer.validation]
     sets = {"train": trainer.data.all_sets, "validation": validation}

@@ -18,7 +18,6 @@ from training.data.manifest import (
     check_one_tokenizer,
     check_tokenizer,
     read_manifest,
-    shared_text,
 )
 from training.data.mock_tokens import VOCABULARY as MOCK_VOCABULARY
 from training.data.mock_tokens import MockTokens
@@ -206,14 +205,6 @@ def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]
         for name, value in asdict(entry).items()
         if name not in ("source", "inputs")  # these may be long, and may differ without harm
     }
-
-
-def shared_sets(data: DataConfig) -> Iterator[str]:
-    """Yield a message for each pair of sets that contain the same text; mock sets are ignored."""
-    if not data.mock:
-        prefixes = ({name: each.path for name, each in sets.items()}
-                    for sets in (data.train, data.validation))  # fmt: skip
-        yield from shared_text(*prefixes)
 
 
 def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) -> str | None:

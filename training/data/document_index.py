@@ -147,10 +147,6 @@ def read_index(name: str, prefix: str) -> DocumentIndex:
     return index
 
 
-SPREAD: Final = 1024
-"""Number of windows per set over which the attended length is averaged."""
-
-
 @dataclass(frozen=True)
 class Borders:
     """Options for document borders.

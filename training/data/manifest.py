@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import ConfigDict
 
 from training.config.binding import InvalidConfigError, bind
+from training.config.data import DataConfig
 from training.data.hashes import file_sha256
 from training.errors import DataError
 from training.json_file import read_json
@@ -152,23 +153,18 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
         )
 
 
-def shared_text(
-    train: Mapping[str, str | Path], validation: Mapping[str, str | Path]
-) -> Iterator[str]:
-    """Yield a message for each pair of sets that contain the same text. The arguments map set names
-    to path prefixes.
+def shared_text(data: DataConfig) -> Iterator[str]:
+    """Yield a message for each pair of sets that contain the same text. Mock sets are ignored.
 
     Two sets contain the same text if they are the same file, if their manifests list equal hashes
     of the tokens, or if both manifests list the same input. Without manifests, the sizes and the
     first and last MiB of the files are compared. A training set and its held-out split
     share inputs but no documents, so such a pair is not reported.
     """
-    kinds = {"training set": train, "validation set": validation}
-    sets = [
-        (f"{kind} {name}", Path(prefix))
-        for kind, prefixes in kinds.items()
-        for name, prefix in prefixes.items()
-    ]
+    if data.mock:
+        return
+    sets = [(f"training set {name}", Path(each.path)) for name, each in data.train.items()]
+    sets += [(f"validation set {name}", Path(each.path)) for name, each in data.validation.items()]
     for (one, first), (other, second) in combinations(sets, 2):
         if one.startswith("validation"):
             continue

@@ -12,7 +12,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from training.data.document_index import SPREAD as SPREAD_WINDOWS
 from training.data.document_index import Borders, read_index
 from training.data.hashes import BlockHashes, file_sha256
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
@@ -25,6 +24,8 @@ WHOLE = 1 << 28
 """Maximum size, in bytes, of a set without block hashes that is read in full at startup."""
 SPREAD = 64
 """Number of blocks verified at startup with `verify="sample"`."""
+SPREAD_WINDOWS = 1024
+"""Number of windows per set over which the attended length is averaged."""
 
 
 class TokenSet:

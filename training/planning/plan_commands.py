@@ -16,7 +16,8 @@ from training.checkpoint.initial_weights import chosen_weights
 from training.config import Config, check
 from training.config.checks import legal_micro_batches, legal_ranks
 from training.config.yaml_files import flat, merged_overrides
-from training.data.build_data import check_rows, missing_files, shared_sets, with_vocabulary
+from training.data.build_data import check_rows, missing_files, with_vocabulary
+from training.data.manifest import shared_text
 from training.dry_run import device_named, plan_run
 from training.errors import ConfigError, InputError
 from training.planning.added_cost import planned_cost, run_hours
@@ -107,7 +108,7 @@ def warn(config: Config) -> None:
 
     The vocabulary size may still be null.
     """
-    for text in (*shared_sets(config.data), *missing_files(config)):
+    for text in (*shared_text(config.data), *missing_files(config)):
         print(f"warning: {text}", file=sys.stderr)
     try:
         if config.checkpoint.initialize_from is not None:

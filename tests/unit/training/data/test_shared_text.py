@@ -7,7 +7,7 @@ import pytest
 
 from scripts.prepare_data import main as prepare
 from tests.text_files import TEXTS, write_jsonl
-from training.config.data import DataConfig
+from training.config.data import DataConfig, TrainSet, ValidationSet
 from training.data.build_data import unverified_sets
 from training.data.manifest import shared_text
 from training.data.token_set import TokenSet
@@ -60,8 +60,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory):
     ],
 )
 def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> None:
-    both = (train, validation)
-    said = list(shared_text(*({k: prepared / path for k, path in sets.items()} for sets in both)))
+    data = DataConfig(
+        train={name: TrainSet(path=str(prepared / path)) for name, path in train.items()},
+        validation={n: ValidationSet(path=str(prepared / path)) for n, path in validation.items()},
+    )
+    said = list(shared_text(data))
     assert len(said) == (how is not None)
     other = "validation set a" if validation else "training set b"
     for text in said:
