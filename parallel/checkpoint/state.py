@@ -264,12 +264,9 @@ def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[StatePart]:
     """Yield this rank's parts of the elementwise state, which has the shape of the units."""
-    for unit, span, start, region in _region_spans(domain):
-        for name, value in region.state.items():
-            if not _is_counter(value):
-                flat = value[0].narrow(0, start - region.start, span.length)
-                key = f"optimizer/{unit.name}/{name}"
-                yield from _pieces(key, unit, span, flat, domain.domain.tensor)
+    for key, unit, span, start, value in _region_state(domain, counters=False):
+        flat = value[0].narrow(0, start, span.length)
+        yield from _pieces(key, unit, span, flat, domain.domain.tensor)
 
 
 def _buffers(model: ParallelModel) -> Iterator[StatePart]:
@@ -297,12 +294,15 @@ def _matrices(domain: DomainOptimizer) -> Iterator[StatePart]:
             yield _whole(key, value, not transfer.unit.is_copy)
 
 
-def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:
-    """Yield (key, unit, span, counter `[1]`) for every span in this rank's shards."""
-    for unit, span, _, region in _region_spans(domain):
+def _region_state(
+    domain: DomainOptimizer, *, counters: bool
+) -> Iterator[tuple[str, Unit, Span, int, Tensor]]:
+    """Yield (key, unit, span, start in the region, value) for the state of all unit spans: either
+    the counters `[1]`, or all other values, which are `[1, length of the region]`."""
+    for unit, span, start, region in _region_spans(domain):
         for name, value in region.state.items():
-            if _is_counter(value):
-                yield f"optimizer/{unit.name}/{name}", unit, span, value
+            if (value.dim() == 1) == counters:
+                yield f"optimizer/{unit.name}/{name}", unit, span, start - region.start, value
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
@@ -311,7 +311,7 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
     A unit's counters are saved by the rank that holds its first element.
     """
     tensor, seen = domain.domain.tensor, set()
-    for key, unit, span, value in _counted(domain):
+    for key, unit, span, _, value in _region_state(domain, counters=True):
         if key not in seen:  # the unit's first span, because spans are sorted
             seen.add(key)
             other_piece = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
@@ -325,17 +325,12 @@ def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> It
     Yields a message for each unit whose counter differs from that of the first unit in its region.
     """
     loaded: dict[int, tuple[str, Tensor]] = {}
-    for key, _, _, value in _counted(domain):
+    for key, *_, value in _region_state(domain, counters=True):
         new = state[part_name(key, [0])].value
         first_key, first_value = loaded.setdefault(id(value), (key, new))
         if not torch.equal(first_value, new):
             yield f"{key} must equal {first_key}, got {new.item()} and {first_value.item()}"
         value.copy_(new)
-
-
-def _is_counter(value: Tensor) -> bool:
-    """Return whether a region's state entry is a counter `[1]`; other entries are `[1, length]`."""
-    return value.dim() == 1
 
 
 def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
