@@ -178,11 +178,9 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
     with contextlib.suppress(InputError):  # there is no complete checkpoint
         newest = checkpoints.read_checkpoint(run_dir)
     if newest is not None:
-        latest, named = newest.path.parent / checkpoints.LATEST, None
-        if latest.is_file():
-            named = latest.read_text(encoding="utf-8", errors="replace").strip()
-        name = newest.path.name
-        yield (str(latest), GOOD if named == name else f"must name {name}, got {named!r:.60}")
+        name, named = newest.path.name, checkpoints.latest_name(run_dir)
+        verdict = GOOD if named == name else f"must name {name}, got {named!r:.60}"
+        yield str(newest.path.parent / checkpoints.LATEST), verdict
     if os.path.lexists(run_dir / "config.yaml"):
         yield from rows(run_dir / "config.yaml", config_problems(run_dir / "config.yaml"))
     for name in LOGS:

@@ -77,14 +77,13 @@ def write_state(
 ) -> None:
     """Write a checkpoint's tensors to `folder`."""
     last = LastParameter(read)
-    shapes = {f"weight/{unit.name}": unit.axes for unit in units}
-    sources: dict[str, Callable[[], Tensor]] = {
-        f"weight/{unit.name}": partial(last.unit, unit) for unit in units
-    }
+    state, sources = dict[str, Tensor](), dict[str, Callable[[], Tensor]]()
+    for unit in units:
+        state[f"weight/{unit.name}"] = torch.empty(unit.axes, device="meta")
+        sources[f"weight/{unit.name}"] = partial(last.unit, unit)
     for name, shape in buffers.items():
-        shapes[f"buffer/{name}"] = shape
+        state[f"buffer/{name}"] = torch.empty(shape, device="meta")
         sources[f"buffer/{name}"] = partial(read, name)
-    state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     total = short(sum(tensor.numel() for tensor in state.values()))
     writer, planner = StateWriter(folder), LazyPlanner(sources)
     with (

@@ -28,7 +28,7 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
     for problem in problems(info):
         raise BrokenCheckpointError(problem)
     weights = CheckpointWeights(info)
-    units = [unit for unit in weights.units() if unit.is_matrix]
+    units = [unit for unit in weights.units if unit.is_matrix]
     present = list(dict.fromkeys(u.role for u in units))
     for role in roles or []:
         if role not in present:

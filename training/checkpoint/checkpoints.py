@@ -17,7 +17,6 @@ Checkpoints are self-contained: they need no file outside their folder. Loading 
 import contextlib
 import hashlib
 import json
-import re
 import secrets
 import sys
 import tempfile
@@ -54,9 +53,6 @@ from training.json_file import parse_json, read_regular, real_path
 
 FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
-
-
-UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 
 
 def read_checkpoint(path: str | Path) -> CheckpointInfo:
@@ -284,6 +280,12 @@ def name_latest(run_dir: str | Path, name: str) -> None:
     replace_file(Path(run_dir) / FOLDER / LATEST, name + "\n", synced=True)
 
 
+def latest_name(run_dir: str | Path) -> str | None:
+    """Return the contents of `latest`, or None if there is no such file."""
+    path = Path(run_dir) / FOLDER / LATEST
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
+
+
 def remove(folder: Path) -> None:
     """Remove a checkpoint. The folder is renamed before any file is removed, so that a partially
     removed checkpoint is never loaded."""
@@ -334,14 +336,11 @@ def sweep(run_dir: str | Path) -> list[str]:
     A checkpoint that cannot be removed only causes a warning. No other process may be using the run
     folder.
     """
-    folder = Path(run_dir) / FOLDER
-    if not folder.is_dir():
-        return []
-    removed = []
-    for name in sorted(path.name for path in folder.iterdir() if UNFINISHED.fullmatch(path.name)):
-        with Aid(f"{folder / name} is not removed"):
-            delete(folder / name)
-            removed.append(name)
+    folder, removed = Path(run_dir) / FOLDER, []
+    for path in sorted([*folder.glob(".writing-*"), *folder.glob(".removing-*")]):
+        with Aid(f"{path} is not removed"):
+            delete(path)
+            removed.append(path.name)
     return removed
 
 

@@ -51,14 +51,9 @@ class Start:
         for step, problem in self.broken.items():
             aside = checkpoints.quarantine(checkpoints.step_folder(run_dir, step))
             print(f"broken checkpoint: {problem}; moved to {aside}", flush=True)
-        path = self.info.path
-        latest = path.parent / checkpoints.LATEST
-        named = (
-            latest.read_text(encoding="utf-8", errors="replace").strip()
-            if latest.is_file()
-            else None
-        )
+        path, named = self.info.path, checkpoints.latest_name(run_dir)
         if named not in (None, path.name):
+            latest = path.parent / checkpoints.LATEST
             print(f"{latest} contained {named!r:.80} instead of {path.name}", flush=True)
         if self.resume != "latest":
             later = checkpoints.set_aside_after(run_dir, self.info.step)

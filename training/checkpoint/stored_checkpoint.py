@@ -267,6 +267,7 @@ class CheckpointWeights:
     The constructor raises BrokenCheckpointError if the stored units do not match the config's
     model.
 
+    units       units of the model
     parameters  units of each parameter, by the name of the parameter
     """
 
@@ -274,9 +275,9 @@ class CheckpointWeights:
         self.info = info
         self.config = info.config
         self._stored = StoredTensors(info.state)
-        units = all_units(self.config.model, **unit_options(self.config))
-        self.parameters = grouped(units, lambda unit: unit.parameter)
-        expected = {f"weight/{unit.name}" for unit in units}
+        self.units = all_units(self.config.model, **unit_options(self.config))
+        self.parameters = grouped(self.units, lambda unit: unit.parameter)
+        expected = {f"weight/{unit.name}" for unit in self.units}
         present = {key for key in self._stored.keys("weight/") if not key.endswith(GAMMA)}
         if expected - present:
             raise BrokenCheckpointError(
@@ -315,11 +316,6 @@ class CheckpointWeights:
             if self.preconditioned(unit):
                 unit.view(whole).copy_(self.effective(unit).view(unit.axes))
         return whole
-
-    def units(self) -> Iterator[Unit]:
-        """Yield all units of the model, parameter by parameter."""
-        for units in self.parameters.values():
-            yield from units
 
     def preconditioned(self, unit: Unit) -> bool:
         """Return whether a unit is a PC layer."""

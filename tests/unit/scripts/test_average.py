@@ -215,7 +215,7 @@ def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, c
     assert f"spectral norms of {len(routes)} sphere-rule matrices are " in printed
     norms = []
     weights = CheckpointWeights(info)
-    units = {unit.name: unit for unit in weights.units()}
+    units = {unit.name: unit for unit in weights.units}
     for route in routes:
         weight = weights.weight(units[route.unit])
         norms.append(torch.linalg.matrix_norm(weight.double(), 2).item() / route.radius)
