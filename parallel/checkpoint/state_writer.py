@@ -226,9 +226,7 @@ class PendingSave:
         gathered: list[Any] = on_first(self.written)
         return gathered
 
-    def finish(
-        self, written: Sequence[Written], extra: Mapping[str, Any] = {}
-    ) -> dict[str, FileFacts]:
+    def finish(self, written: Sequence[Written], extra: Mapping[str, Any]) -> dict[str, FileFacts]:
         """Write the index of all files, and the non-tensor values `extra`. Only call this on rank
         0.
 

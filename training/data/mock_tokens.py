@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from training.data.document_index import Borders
 from training.data.token_set import TokenSet
 
 WINDOWS = 1 << 20
@@ -69,9 +68,6 @@ class MockTokens(TokenSet):
         ]
         starts = np.unique(np.concatenate(drawn))
         return starts[(start <= starts) & (starts < stop)]
-
-    def check_documents(self, borders: Borders) -> None:
-        """No-op, because there are always documents with several tokens."""
 
     @cached_property
     def token_range(self) -> tuple[int, int]:
