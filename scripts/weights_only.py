@@ -157,8 +157,7 @@ def average(
 
 def _model(info: CheckpointInfo) -> dict[str, Any]:
     """Return the model settings and tokenizer hash of a checkpoint."""
-    tokenizer = info.meta["identity"].get("tokenizer", {}).get("sha256")
-    return settings(info.config)["model"] | {"tokenizer": tokenizer}
+    return settings(info.config)["model"] | {"tokenizer": info.tokenizer_sha256}
 
 
 class Mean:

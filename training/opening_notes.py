@@ -34,9 +34,9 @@ def weight_notes(
     yield "initialized", f"initial weights: step {weights.info.step} of {weights.info.path}"
     if (warning := rescaling_warning(rescaled.values())) is not None:
         yield "warning", f"warning: checkpoint.initialize_from: {warning}"
-    if not weights.compared:
-        unknown = facts["identity"]["tokenizer"]["sha256"] is None
-        owner = "the data" if unknown else "the weights"
+    data_sha256 = facts["identity"]["tokenizer"]["sha256"]
+    if None in (data_sha256, weights.info.tokenizer_sha256):
+        owner = "the data" if data_sha256 is None else "the weights"
         text = f"the tokenizer of {owner} is unknown, so token ids may have different meanings"
         yield "warning", f"warning: checkpoint.initialize_from: {text}"
 

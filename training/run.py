@@ -192,7 +192,7 @@ def run_facts(
         run_id, origin = str(start.meta["run_id"]), start.meta.get("initialized_from")
     if weights is not None:
         info = weights.info
-        origin = {"path": str(info.path), "step": info.step, "sha256": weights.digest}
+        origin = {"path": str(info.path), "step": info.step, "sha256": info.sha256}
     return {
         "identity": data_identity,
         "run_id": run_id,

@@ -63,7 +63,7 @@ def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
 
     Print a note to stderr if the checkpoint does not record the sha256 of its tokenizer.
     """
-    recorded, digest = info.meta["identity"].get("tokenizer", {}).get("sha256"), sha256(content)
+    recorded, digest = info.tokenizer_sha256, sha256(content)
     if recorded is None:
         print(
             f"note: the tokenizer {source} was not checked, because the checkpoint does not record "

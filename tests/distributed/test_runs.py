@@ -64,7 +64,7 @@ def loaded_by_one(folder: Path, name: str) -> dict[str, Tensor]:
         save_state(folder / f"{name} back" / "state", trainer.model, trainer.optimizer)
     finally:
         process_groups.shutdown()
-    return tensors_of(CheckpointInfo(folder / f"{name} back", {}))
+    return tensors_of(CheckpointInfo(folder / f"{name} back", {}, ""))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def folder(shared_folder) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_run_goes_on_another_layout_and_back(layout, folder):
     name = f"ranks2{''.join(f' {k}{v}' for k, v in layout.items())}"
-    loaded = tensors_of(CheckpointInfo(folder / f"{name} loaded", {}))
+    loaded = tensors_of(CheckpointInfo(folder / f"{name} loaded", {}, ""))
     assert same_state(loaded, state_of(folder / "one", 2)) == []
     assert same_state(loaded_by_one(folder, name), state_of(folder / name, 4)) == []
     whole = [line["train/loss"] for line in metrics_of(folder / "one whole")]

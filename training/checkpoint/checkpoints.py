@@ -129,7 +129,7 @@ def _complete(path: Path) -> CheckpointInfo:
         weights_only = meta.get("weights_only") is True
         bind((AverageMeta if "averaged" in meta else Meta) if weights_only else RunMeta, meta)
         check_name(path, meta["step"])
-        info = CheckpointInfo(path, meta)
+        info = CheckpointInfo(path, meta, marker)
         files = info.files
         for name in files:
             if not real_path(path / name).is_relative_to(real_path(path)):

@@ -13,7 +13,6 @@ from models.units import Unit
 from parallel.checkpoint.state_writer import first_rank
 from parallel.model import ParallelModel, named_buffers
 from training.assignments import unit_options
-from training.checkpoint import COMPLETE
 from training.checkpoint.changes import changes
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.identity import model_facts
@@ -39,14 +38,8 @@ class InitialWeights:
     """Units and buffers of a config's model, read from a checkpoint. The checkpoint may have been
     saved with a different layout and a different split into units."""
 
-    def __init__(
-        self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool
-    ) -> None:
-        """`digest` is the sha256 of the checkpoint's meta.json. `compared` is True if the
-        tokenizers of both the checkpoint and the data are known."""
+    def __init__(self, config: Config, weights: CheckpointWeights) -> None:
         self.weights = weights
-        self.digest = digest
-        self.compared = compared
         units = all_units(config.model, **unit_options(config))
         self._whole = {unit.name: unit for unit in units}
         self._last = LastParameter(weights.parameter)
@@ -96,23 +89,23 @@ def initial_weights(
     """
     if config.checkpoint.initialize_from is None:
         return None
-    info, digest, compared = first_rank(partial(chosen_weights, config, tokenizer, file))
-    return InitialWeights(config, CheckpointWeights(info), digest, compared=compared)
+    info = first_rank(partial(chosen_weights, config, tokenizer, file))
+    return InitialWeights(config, CheckpointWeights(info))
 
 
 def chosen_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
-) -> tuple[CheckpointInfo, str, bool]:
-    """Return the checkpoint at `checkpoint.initialize_from`, the sha256 of the checkpoint's
-    meta.json, and a flag. The flag is True if the tokenizers of both the checkpoint and the data
-    are known. `checkpoint.initialize_from` must not be null. For arguments and errors, see
-    `initial_weights`. Models are not compared if the vocabulary size is unknown."""
+) -> CheckpointInfo:
+    """Return the checkpoint at `checkpoint.initialize_from`, which must not be null.
+
+    For arguments and errors, see `initial_weights`. Models are not compared if the vocabulary size
+    is unknown.
+    """
     assert config.checkpoint.initialize_from is not None
     try:
         info = read_checkpoint(config.checkpoint.initialize_from)
     except (BrokenCheckpointError, ResumeError) as error:
         raise type(error)(f"checkpoint.initialize_from: {error}") from None
-    digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()
     saved, configured = (
         model_facts(replace(each, init=config.model.init))
         for each in (info.config.model, config.model)
@@ -134,16 +127,16 @@ def chosen_weights(
             f"checkpoint.initialize_from: the model in {info.path} must match the run's model, but "
             f"these keys differ: {', '.join(map(str, different))}; {'; '.join(remedies)}"
         )
-    sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
-    compared = None not in (sha256, tokenizer)
-    another = compared and sha256 != tokenizer and not same_tokens(info.path / TOKENIZER, file)
+    sha256 = info.tokenizer_sha256
+    known = None not in (sha256, tokenizer)
+    another = known and sha256 != tokenizer and not same_tokens(info.path / TOKENIZER, file)
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
             f"checkpoint.initialize_from: the tokenizer of {info.path} (sha256 {sha256}) differs "
             f"from the data's tokenizer ({tokenizer}), so token ids have different meanings. To "
             "use the weights anyway, set checkpoint.allow_change=[tokenizer]"
         )
-    return info, digest, compared
+    return info
 
 
 def unsuitable_data(config: Config, info: CheckpointInfo) -> str | None:

@@ -110,12 +110,14 @@ class ResumeError(InputError):
 class CheckpointInfo:
     """A complete checkpoint.
 
-    path  checkpoint folder
-    meta  contents of meta.json
+    path    checkpoint folder
+    meta    contents of meta.json
+    sha256  hash of meta.json, which contains the hashes of all other files
     """
 
     path: Path
     meta: Mapping[str, Any]
+    sha256: str
 
     @property
     def step(self) -> int:
@@ -126,6 +128,12 @@ class CheckpointInfo:
     def imported(self) -> bool:
         """Whether the weights were imported from another program's model."""
         return self.meta.get("weights_only") is True and "averaged" not in self.meta
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Hash of the tokenizer of the run's data or of the imported model, if known."""
+        sha256: str | None = self.meta["identity"].get("tokenizer", {}).get("sha256")
+        return sha256
 
     @property
     def state(self) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from scripts.huggingface.card import card
@@ -11,7 +12,6 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import step as training_step
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
-from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.machine.device import versions
 from training.report.log_lines import read_lines, read_metrics
 from training.run import train
@@ -83,7 +83,7 @@ def test_every_row_of_a_card_is_that_of_the_run(folder: str, world) -> None:
     origin = {"path": "runs/before", "step": 4000, "sha256": ""}
     mean = {"steps": [1000, 2000], "weights": [0.25, 0.75]}
     meta = {**info.meta, "initialized_from": origin, "averaged": mean}
-    text = card(CheckpointInfo(info.path, meta), name="n", architecture="a", dtype="bfloat16")
+    text = card(replace(info, meta=meta), name="n", architecture="a", dtype="bfloat16")
     rows = dict(re.findall(r"(?m)^\| (.+?) \| (.+?) \|$", text))
     loss = read_metrics(config.run.dir)[-1]["val/walk/loss"]
     layer = 64 * (64 + 32 + 32 + 64 + 3 * 96 + 2)
