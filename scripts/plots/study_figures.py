@@ -14,7 +14,6 @@ from scripts.studies.tables import (
     comparison,
     loss_by,
     read_results,
-    rows_of,
     searched_keys,
     trained,
 )
@@ -26,7 +25,7 @@ def plot_study(path: Path) -> Figure:
     title lists variants that are not drawn because a run failed, and variants without a valid
     verdict."""
     content = read_results(path)
-    losses = {row["variant"]: row["losses"] for row in rows_of(content)}
+    losses = {row["variant"]: row["losses"] for row in content.get("rows", ())}
     frame = comparison(content)
     if "difference" not in frame:
         raise InputError(f"{path} contains no finished comparison of two variants yet")
@@ -104,7 +103,7 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
     The curves are read from runs.jsonl in the same folder as the results.
     """
     content, records = read_results(path), RecordBook(path.parent)
-    runs = {row["variant"]: row["runs"] for row in rows_of(content)}
+    runs = {row["variant"]: row["runs"] for row in content.get("rows", ())}
     unknown = [name for name in variants if name not in runs]
     if unknown:
         raise InputError(f"--curves must be among {', '.join(runs)}, got {', '.join(unknown)}")

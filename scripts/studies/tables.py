@@ -79,7 +79,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def _check_variants(results: Results) -> None:
     """Raise InputError if rows, references or trials do not match the study's variants."""
-    names, rows = results["variants"], {row["variant"]: row for row in rows_of(results)}
+    names, rows = results["variants"], {row["variant"]: row for row in results.get("rows", ())}
     if rows and rows.keys() != names.keys():
         raise InputError(f"rows must be the variants {', '.join(names)}, got {', '.join(rows)}")
     if len({len(row["losses"]) for row in rows.values()}) > 1:
@@ -132,8 +132,9 @@ def markdown(results: Results) -> str:
 
 def trained(results: Results) -> str:
     """Return how many of the study's seeds have been trained for every variant."""
-    done, every = min((len(row["losses"]) for row in rows_of(results)), default=0), results["seeds"]
-    return f"{done} of {len(every)} seeds" if done < len(every) else f"{done} seeds"
+    rows, every = results.get("rows", ()), len(results["seeds"])
+    done = min((len(row["losses"]) for row in rows), default=0)
+    return f"{done} of {every} seeds" if done < every else f"{done} seeds"
 
 
 def comparison(results: Results) -> pd.DataFrame:
@@ -144,7 +145,8 @@ def comparison(results: Results) -> pd.DataFrame:
     seed. `error` is the standard error of a mean, and `low` and `high` are the ends of the 95%
     Student's t interval. The loss of a variant with a failed run is NaN.
     """
-    losses = pd.DataFrame({row["variant"]: row["losses"] for row in rows_of(results)}, dtype=float)
+    rows = results.get("rows", ())
+    losses = pd.DataFrame({row["variant"]: row["losses"] for row in rows}, dtype=float)
     ended = grid_ends(results)
     lines = []
     for name in losses:
@@ -155,20 +157,19 @@ def comparison(results: Results) -> pd.DataFrame:
             "failed": int(losses[name].isna().sum()),
             "chosen": short(results.get("chosen", {}).get(name, [])),
         }
-        if (other := results["variants"][name]["against"]) is not None:
+        other = results["variants"][name]["against"]
+        if other is not None:
             line |= {"against": other, **paired(losses[name] - losses[other])}
-            both = [*ended.get(name, []), *ended.get(other, [])]
-            line["verdict"] = verdict(line, both, results.get("not_comparable", {}).get(name, ()))
-        elif ended.get(name):
-            line["verdict"] = refused(ended[name])
-        lines.append(line)
+        both = [*ended.get(name, []), *ended.get(other, [])]
+        unlike = results.get("not_comparable", {}).get(name, ())
+        lines.append({**line, "verdict": verdict(line, both, unlike)})
     return pd.DataFrame(lines)
 
 
 def by_dataset(results: Results) -> list[dict[str, str]]:
     """Return the rows of the comparison for each validation dataset, or [] if the results contain
     no losses by dataset."""
-    rows, lines = rows_of(results), []
+    rows, lines = results.get("rows", ()), []
     for name in rows[0].get("datasets", {}) if rows else ():
         if all(name in row.get("datasets", {}) for row in rows):
             alone = [{**row, "losses": row["datasets"][name]} for row in rows]
@@ -184,11 +185,6 @@ def by_dataset(results: Results) -> list[dict[str, str]]:
     return lines
 
 
-def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a study, or () before the first seed is trained."""
-    return results.get("rows", ())
-
-
 def paired(differences: pd.Series) -> dict[str, float]:
     """Return the mean of paired differences with its standard error and 95% interval."""
     seeds = len(differences)
@@ -199,23 +195,21 @@ def paired(differences: pd.Series) -> dict[str, float]:
     }  # fmt: skip
 
 
-def refused(ended: Sequence[str]) -> str:
-    """Return the verdict for settings chosen at an end of their grid."""
-    return f"refused: {'; '.join(dict.fromkeys(ended))}"
-
-
 def verdict(line: Mapping[str, Any], ended: Sequence[str], unlike: Sequence[str] = ()) -> str:
-    """Return the verdict on a difference.
+    """Return the verdict on a row of the comparison.
 
     The verdict is `higher` or `lower` if the 95% interval excludes 0. If the interval contains 0,
     the verdict is `level` if the whole interval is within `LEVEL` of 0, and `cannot tell`
-    otherwise. If no verdict is possible, return the reason; `unlike` are the reasons why the losses
-    are not comparable.
+    otherwise. If no verdict is possible, return the reason. `ended` are the messages of `grid_ends`
+    about the two variants, and `unlike` are the reasons why their losses are not comparable. A
+    variant that is not compared has no verdict ("") unless its settings are at an end of a grid.
     """
-    if unlike:
+    if "against" in line and unlike:
         return f"not comparable: the validation losses differ in {', '.join(unlike)}"
     if ended:
-        return refused(ended)
+        return f"refused: {'; '.join(dict.fromkeys(ended))}"
+    if "against" not in line:
+        return ""
     if math.isnan(line["difference"]):
         return "a run failed"
     if math.isnan(line["low"]):
@@ -234,44 +228,46 @@ def grid_ends(results: Results) -> dict[str, list[str]]:
     not reported.
     """
     ends: dict[str, list[str]] = {}
-    for name, overrides in results.get("chosen", {}).items():
-        chosen = settings(overrides)
-        for key in searched_keys(results, name):
-            values = [value for value, _ in tried(results, name, key)]
-            value = float(chosen.get(first_key(key), "nan"))
-            if value == max(values, default=0) or (value == min(values, default=0) and value != 0):
-                sentence = f"{first_key(key)} = {value:g} is at an end of the grid of {name}"
-                ends.setdefault(name, []).append(sentence)
+    for (name, keys), trials in tried(results).groupby(["variant", "key"], sort=False):
+        key, values = first_key(keys), trials["value"]
+        value = float(settings(results.get("chosen", {}).get(name, ())).get(key, "nan"))
+        if value == values.max() or (value == values.min() and value != 0):
+            sentence = f"{key} = {value:g} is at an end of the grid of {name}"
+            ends.setdefault(name, []).append(sentence)
     return ends
 
 
-def searched_keys(results: Results, name: str | None = None) -> list[str]:
-    """Return the keys in the grids of the variant `name`, or of all variants if `name` is None."""
-    variants = results["variants"]
-    stages = [s for n in variants if name in (None, n) for s in variants[n]["search"].values()]
-    return list(dict.fromkeys(key for s in stages for key in (*s["grid"], *s["factors"])))
+def searched_keys(results: Results) -> list[str]:
+    """Return the keys in the grids of all variants."""
+    stages = (each for v in results["variants"].values() for each in v["search"].values())
+    return list(dict.fromkeys(key for each in stages for key in (*each["grid"], *each["factors"])))
 
 
-def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
-    """Return the value of `key` and the loss for each of a variant's trials in stages that vary
-    `key`.
+def tried(results: Results) -> pd.DataFrame:
+    """Return a row for each trial and each key that the trial's stage varies. A failed trial has an
+    infinite loss.
 
-    Later rungs are excluded, because they do not train all candidates. Of the remaining trials,
-    only the shortest are included.
+    Later rungs are excluded, because they do not train all candidates. Of the remaining trials of a
+    variant and key, only the shortest are included.
     """
-    stages = results["variants"][name]["search"]
-    varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
-    trials = trials_by_rung(results)[0]
-    trials = [t for t in trials if t["variant"] == name and t["stage"] in varied]
-    shortest = min((t["share"] for t in trials), default=None)
-    return [
+    first, _ = trials_by_rung(results)
+    rows = [
         (
-            float(settings(t["candidate"])[first_key(key)]),
-            math.inf if t["loss"] is None else t["loss"],
+            name,
+            key,
+            trial["share"],
+            float(settings(trial["candidate"])[first_key(key)]),
+            math.inf if trial["loss"] is None else trial["loss"],
         )
-        for t in trials
-        if t["share"] == shortest
+        for name, variant in results["variants"].items()
+        for stage, varied in variant["search"].items()
+        for key in (*varied["grid"], *varied["factors"])
+        for trial in first
+        if (trial["variant"], trial["stage"]) == (name, stage)
     ]
+    frame = pd.DataFrame(rows, columns=["variant", "key", "share", "value", "loss"])
+    shortest = frame.groupby(["variant", "key"])["share"].transform("min")
+    return frame[frame["share"] == shortest]
 
 
 def trials_by_rung(results: Results) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -307,12 +303,7 @@ def short(overrides: Sequence[str]) -> str:
 
 def loss_by(results: Results, key: str) -> pd.DataFrame:
     """Return a row per variant with its lowest loss at each value of `key`."""
-    points = [
-        (name, value, loss)
-        for name in results["variants"]
-        for value, loss in tried(results, name, key)
-    ]
-    frame = pd.DataFrame(points, columns=["variant", "value", "loss"])
+    frame = tried(results).query("key == @key")
     best = frame.pivot_table("loss", "variant", "value", aggfunc="min", sort=False)
     return best.sort_index(axis=1).rename(columns="{:g}".format).reset_index()
 
