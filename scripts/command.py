@@ -41,12 +41,17 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config overrides")
 
 
+def warn(text: str) -> None:
+    """Print a warning to stderr."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
 def warn_replaced(overrides: Sequence[str]) -> None:
     """Warn about each override that is replaced by a later one, as pretrain.py does."""
     from training.config.yaml_files import replaced  # deferred: slow import
 
     for text in replaced(overrides):
-        print(f"warning: {text}", file=sys.stderr)
+        warn(text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

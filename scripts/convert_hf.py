@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import check_free, command, new_parser, output_path, warn_replaced
+from scripts.command import check_free, command, new_parser, output_path, warn, warn_replaced
 from training.command_line import fail
 from training.errors import InputError
 from training.report.text import progress
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_engine()
             untested = check_engine()
             if untested is not None:
-                print(f"warning: {untested}", file=sys.stderr)
+                warn(untested)
             (_export if options.command == "export" else _import)(options)
         except OSError as error:
             full = "; nothing was written" if error.errno == errno.ENOSPC else ""

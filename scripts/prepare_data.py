@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # runs from any folder
 
 from parallel.error_text import first_line, os_error_text
-from scripts.command import command, counted, output_path, token_count, whole_number
+from scripts.command import command, counted, output_path, token_count, warn, whole_number
 from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
 from scripts.data.hub import HubInput, hub_tokenizer
@@ -91,7 +91,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
     for plan in preparation.sets:
         print(f"token set {plan.name} {plan.listing()}")
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     _check_export(preparation.tokenizer)
     from scripts.data.preparation import prepare, prepare_shard
 
@@ -136,9 +136,7 @@ def _check_export(tokenizer: Path | None) -> None:
             "or pass tokenizer.json alone"
         ) from None
     except Exception as error:  # transformers raises many exception types
-        print(
-            f"warning: transformers cannot load {tokenizer}: {first_line(error)}", file=sys.stderr
-        )
+        warn(f"transformers cannot load {tokenizer}: {first_line(error)}")
 
 
 def how_to_train(folder: str, sets: Sequence[str]) -> str:

@@ -3,13 +3,13 @@
 import fcntl
 import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from parallel.disk import delete, replace_file, sync
+from scripts.command import warn
 from scripts.data.sources import LOCK
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.errors import DataError, InputError
@@ -81,10 +81,7 @@ class AtomicFolder:
             self._replaced.rename(self.output)
         self.progress = self._saved()
         if self.kept and self.progress is None:
-            print(
-                f"warning: {self.path} was made from different inputs or options; starting over",
-                file=sys.stderr,
-            )
+            warn(f"{self.path} was made from different inputs or options; starting over")
         _remove(*(paths if self.progress is None else (self._replaced,)))
         self._check()
         self.path.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from parallel.disk import delete, sync
-from scripts.command import counted
+from scripts.command import counted, warn
 from scripts.data.document_files import numbered_documents, read_documents
 from scripts.data.encoding import EncodedChunk, Encoder, RoundTrip, encoded
 from scripts.data.folder import AtomicFolder, check_replaceable
@@ -168,10 +168,9 @@ def _begin(
     encoder = Encoder(folder.path / TOKENIZER_FILE, tokenizer.eod_id, dtype)
     assert tokenizer.eod_token is not None  # only manifests of earlier versions have no EOD token
     if tokenizer.eod_id in encoder.encode([tokenizer.eod_token]).tokens[:-1]:
-        print(
-            f"warning: the tokenizer encodes the text {tokenizer.eod_token!r} as the "
-            "end-of-document token, also within a document",
-            file=sys.stderr,
+        warn(
+            f"the tokenizer encodes the text {tokenizer.eod_token!r} as the "
+            "end-of-document token, also within a document"
         )
     pipeline = Pipeline(preparation, folder, progress, saver, encoder, workers, shard, shards)
     return pipeline, tokenizer
@@ -277,16 +276,15 @@ class Pipeline:
             yield plan, portion, first
             if count := self.blank.total():
                 example = self.blank.most_common(1)[0][0]
-                print(
-                    f"warning: token set {plan.name}: skipped {counted(count, 'blank document')}, "
-                    f"most of {example}{', since the preparation was resumed' if resumed else ''}",
-                    file=sys.stderr,
+                warn(
+                    f"token set {plan.name}: skipped {counted(count, 'blank document')}, "
+                    f"most of {example}{', since the preparation was resumed' if resumed else ''}"
                 )
             self.blank.clear()
         for name, decoded in self.progress.decoded.items():
             decoded.check(name, allowed=self.preparation.allow_lossy, final=True)
             if decoded.lost:
-                print(f"warning: token set {name}: {decoded}", file=sys.stderr)
+                warn(f"token set {name}: {decoded}")
 
     def documents(
         self, plan: SetPlan, portion: Portion, first: int, files: Collection[DocumentFile]
@@ -378,10 +376,9 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
             for name in plan.outputs_of(portion):
                 progress.read.setdefault(name, []).append([first, first + end])
             if portion.tokens is not None and progress.tokens < portion.tokens:
-                print(
-                    f"warning: {', '.join(portion.source)}: there are only {progress.tokens:,} of "
-                    f"the requested {portion.tokens:,} tokens",
-                    file=sys.stderr,
+                warn(
+                    f"{', '.join(portion.source)}: there are only {progress.tokens:,} of "
+                    f"the requested {portion.tokens:,} tokens"
                 )
         for plan in plans:
             if plan.fraction:
@@ -389,7 +386,7 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                 _check_fraction(plan, train.written.documents, held_out_set.written.documents)
         for text in repeats.warnings(list(writers)):
             since = " since the preparation was resumed" if resumed else ""
-            print(f"warning: {text}{since}", file=sys.stderr)
+            warn(f"{text}{since}")
         read = {
             name: [identities[i] for first, end in ranges for i in range(first, end)]
             for name, ranges in progress.read.items()

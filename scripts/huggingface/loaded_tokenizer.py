@@ -1,7 +1,6 @@
 """Load tokenizers with transformers and compare them with tokenizer.json."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from scripts.command import warn
 from training.errors import InputError
 
 TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and
@@ -65,10 +65,7 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
             f"expected {stored_text[:40]!r}, got {text[:40]!r}"
         )
     if text != TEXT:
-        print(
-            f"warning: the tokenizer is lossy: {TEXT[:20]!r} becomes {text[:20]!r}",
-            file=sys.stderr,
-        )
+        warn(f"the tokenizer is lossy: {TEXT[:20]!r} becomes {text[:20]!r}")
 
 
 @contextlib.contextmanager

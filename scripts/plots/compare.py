@@ -3,13 +3,13 @@
 import math
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from scripts.command import warn
 from scripts.plots.run_data import RunData, RunStatus, read_run, run_status
 from scripts.plots.run_figures import FIGURES
 from scripts.plots.run_page import PageSection, figure_sections, key_figures, page, subtitle
@@ -90,7 +90,7 @@ def warn_of_unlike(
     if metric == LOSS[0] and len(validated) > 1 and unrecorded:
         texts.append(UNRECORDED.format(", ".join(unrecorded)))
     for text in texts:
-        print(f"warning: {text}", file=sys.stderr)
+        warn(text)
     return texts
 
 
@@ -202,7 +202,7 @@ def find_runs(folder: Path, base: Path) -> list[RunData]:
             runs.append(read_run(path, None if label == "." else label))
         else:
             missing = "config.yaml" if logged else "metrics.jsonl"
-            print(f"warning: left out {parent}, which has no {missing}", file=sys.stderr)
+            warn(f"left out {parent}, which has no {missing}")
         if configured:
             folders.clear()  # checkpoints contain configs, too
     if not runs:

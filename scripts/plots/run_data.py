@@ -2,7 +2,6 @@
 
 import math
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from scripts.command import warn
 from training.config.yaml_files import read_saved
 from training.errors import InputError, near_name
 from training.json_file import check_shape, read_json
@@ -184,7 +184,7 @@ def _lines(path: Path, shape: Any) -> list[Line]:
     unexpected shape or steps decrease."""
     content, before = read_lines(path), 0
     if content.damaged:
-        print(f"warning: {path}: skipped {content.damaged} damaged lines", file=sys.stderr)
+        warn(f"{path}: skipped {content.damaged} damaged lines")
     for number, line in zip(content.numbers, content.lines, strict=True):
         figures = {key: value for key, value in line.items() if not key.startswith("sample/")}
         check_shape(figures, shape, f"{path}, line {number}")

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.command import counted, write_whole
+from scripts.command import counted, warn, write_whole
 from scripts.studies.description import Study, first_key
 from scripts.studies.differences import differences, measured_differently, sentences
 from scripts.studies.records import Record
@@ -45,7 +45,7 @@ def run_study(
         print(line, file=sys.stderr)
     for name, reasons in unlike.items():
         text = f"losses of {name} and its reference are not comparable, because the runs differ in"
-        print(f"warning: the validation {text} {', '.join(reasons)}", file=sys.stderr)
+        warn(f"the validation {text} {', '.join(reasons)}")
     content: dict[str, Any] = {
         **asdict(study),
         "complete": False,

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from scripts.command import warn
 from scripts.studies.records import Record, RecordBook, claimed
 from training.command_line import PROCESS_COUNTS
 from training.config.yaml_files import Content, flat, read_merged
@@ -244,7 +245,7 @@ class StudyTrainer:
         """Print a warning, once for each value of `about`."""
         if about not in self._warned:
             self._warned.add(about)
-            print(f"warning: {self.book.path}: {text}", file=sys.stderr)
+            warn(f"{self.book.path}: {text}")
 
     def _facts(self, run: Run) -> dict[str, Any]:
         """Return a run's environment and data."""
