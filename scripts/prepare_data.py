@@ -25,7 +25,7 @@ from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
 from scripts.data.hub import HubInput, hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
-from scripts.data.sources import SUFFIXES, find_inputs
+from scripts.data.sources import SUFFIXES, find_inputs, joined
 from training.command_line import Parser, fail
 from training.errors import DataError, InputError, ProgressError
 from training.json_file import real_path
@@ -165,7 +165,7 @@ def chosen(options: argparse.Namespace) -> Preparation:
         demo = []
         for name in _DEMO_SETS:
             file = f"examples/data/{name}.txt.xz"
-            portion = Portion(inputs=find_inputs(str(_ROOT / file)).inputs, source=[file])
+            portion = Portion(**vars(find_inputs(str(_ROOT / file))), source=[file])
             demo.append(SetPlan(name, [portion], _DEMO_FRACTION))
         return Preparation(sets=demo, vocabulary=_DEMO_VOCABULARY)
     sets, tokenizer = (_custom if options.corpus is None else _corpus)(options)
@@ -243,13 +243,9 @@ _Source = tuple[str, str | None]
 
 def _portion(sources: list[_Source], **limits: Any) -> Portion:
     """Return a portion that reads `sources` in order. `limits` sets the portion's other fields."""
-    listings = [find_inputs(text, key) for text, key in sources]
-    return Portion(
-        inputs=[each for listing in listings for each in listing.inputs],
-        source=[text if key is None else f"{text} (key {key})" for text, key in sources],
-        ignored=[each for listing in listings for each in listing.ignored],
-        **limits,
-    )
+    listing = joined([find_inputs(text, key) for text, key in sources])
+    names = [text if key is None else f"{text} (key {key})" for text, key in sources]
+    return Portion(**vars(listing), source=names, **limits)
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:

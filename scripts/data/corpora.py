@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import yaml
+from pydantic import TypeAdapter
 
 from scripts.data.plan import Portion, SetPlan
 from scripts.data.sources import FileInput, find_inputs
@@ -64,12 +65,8 @@ class Corpus:
         portions = []
         for name, part in self.parts.items():
             source = part.source if local is None else self._local(local, name)
-            listing, share = find_inputs(source), max(1, round(total * part.share / shares))
-            portions.append(
-                Portion(
-                    inputs=listing.inputs, source=[source], tokens=share, ignored=listing.ignored
-                )
-            )
+            share = max(1, round(total * part.share / shares))
+            portions.append(Portion(**vars(find_inputs(source)), source=[source], tokens=share))
         return SetPlan(self.name, portions, self.validation)
 
     def _local(self, root: Path, name: str) -> str:
@@ -98,14 +95,6 @@ def _holds_rows(folder: Path) -> bool:
 @cache
 def read_corpora() -> dict[str, Corpus]:
     """Return the corpora defined in corpora.yaml, by name."""
-    return {
-        name: Corpus(
-            name=name,
-            about=entry["about"],
-            tokenizer=entry["tokenizer"],
-            tokens=int(entry["tokens"]),
-            validation=Fraction(entry["validation"]),
-            parts={part: Part(**values) for part, values in entry["parts"].items()},
-        )
-        for name, entry in yaml.safe_load(FILE.read_text(encoding="utf-8")).items()
-    }
+    written = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    named = {name: {"name": name, **entry} for name, entry in written.items()}
+    return TypeAdapter(dict[str, Corpus]).validate_python(named)

@@ -20,7 +20,7 @@ from parallel.error_text import first_line
 from scripts.command import counted
 from scripts.data.compression import read_lines, rewritten
 from scripts.data.hub import HubInput, Row
-from scripts.data.sources import FileInput, Input, Position
+from scripts.data.sources import START, FileInput, Input, Position
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer, parse_json
 
@@ -44,25 +44,14 @@ class ReadOptions:
     document_bytes: int = 2048  # end a document at a blank line after this many bytes; 0: never
 
 
-def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:
-    """Yield the text of every non-blank document, in order.
-
-    Raises:
-        DataError: an input is missing, unreadable or not UTF-8, or lacks the text field.
-    """
-    for each in inputs:
-        with closing(_documents(each, options)) as documents:
-            yield from (text for text in documents if not _is_blank(text))
-
-
-def numbered_documents(
+def read_documents(
     inputs: Sequence[Input],
     options: ReadOptions,
-    start: Position,
-    owns: Owns,
-    blank: Counter[str],
+    start: Position = START,
+    owns: Owns = lambda number, document: True,
+    blank: Counter[str] | None = None,
 ) -> Generator[tuple[Position, str], None, None]:
-    """Yield the same documents as `read_documents`, each with the position right after it.
+    """Yield the text of every non-blank document, in order, with the position right after it.
 
     Args:
         inputs: the inputs to read.
@@ -70,6 +59,9 @@ def numbered_documents(
         start: position to resume from.
         owns: returns whether to yield a document.
         blank: updated with the number of blank documents skipped, by input name.
+
+    Raises:
+        DataError: an input is missing, unreadable or not UTF-8, or lacks the text field.
     """
     for number in range(start.input, len(inputs)):
         if not owns(number, None):
@@ -80,7 +72,8 @@ def numbered_documents(
             for text in documents:
                 remains = index >= first and owns(number, index)
                 if _is_blank(text):
-                    blank[str(inputs[number])] += remains
+                    if blank is not None:
+                        blank[str(inputs[number])] += remains
                     continue
                 if remains:
                     yield Position(number, index + 1), text

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Final
 from scripts.command import counted
 from scripts.data.document_files import ReadOptions, check_first_documents
 from scripts.data.hub import HubInput
-from scripts.data.sources import FileInput, Input, Listing, held_out_files
+from scripts.data.sources import FileInput, Input, Listing, held_out_files, joined
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
@@ -62,21 +62,17 @@ WHOLE: Final = Shard(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Portion:
+class Portion(Listing):
     """Inputs that are read in sequence, up to a token limit.
 
-    inputs    the inputs
     source    command-line arguments that specify the inputs, recorded in the manifest
     tokens    number of tokens after which to stop reading; None: read all inputs
     held_out  whether the entire portion is used for validation
-    ignored   files in the source folders that are not read
     """
 
-    inputs: list[Input]
     source: list[str]
     tokens: int | None = None
     held_out: bool = False
-    ignored: list[Path] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class SetPlan:
 
     def listing(self) -> Listing:
         """Return the inputs and ignored files of all portions."""
-        return Listing(self.inputs(), [each for part in self.portions for each in part.ignored])
+        return joined(self.portions)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from parallel.disk import delete, sync
 from scripts.command import counted, warn
-from scripts.data.document_files import numbered_documents, read_documents
+from scripts.data.document_files import read_documents
 from scripts.data.encoding import EncodedChunk, Encoder, RoundTrip, encoded
 from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.hub import HubInput
@@ -230,7 +230,7 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
         train = [portion for portion in plan.portions if not portion.held_out]
         inputs = [each for portion in train for each in portion.inputs]
         with closing(read_documents(inputs, preparation.reading)) as documents:
-            for index, text in enumerate(documents):
+            for index, (_, text) in enumerate(documents):
                 if is_validation(index, plan.fraction):
                     continue
                 if size >= share:
@@ -333,7 +333,7 @@ class Pipeline:
             return self.shard.owns(first + number, document)
 
         reading = self.preparation.reading
-        documents = numbered_documents(inputs, reading, start, owns, self.blank)
+        documents = read_documents(inputs, reading, start, owns, self.blank)
         with closing(documents), closing(encoded(documents, self.encoder, self.workers)) as chunks:
             yield from chunks
 

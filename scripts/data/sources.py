@@ -72,6 +72,9 @@ class Position(NamedTuple):
     document: int = 0
 
 
+START: Final = Position()
+
+
 @dataclass(frozen=True)
 class Listing:
     """The inputs of a source, and the files in its folder that are ignored."""
@@ -120,6 +123,14 @@ class Listing:
                     f"only {len(numbers):,} of {int(count):,} files {start}*-of-{count}{end} are "
                     "read; if the others are missing, download them again"
                 )
+
+
+def joined(listings: Sequence[Listing]) -> Listing:
+    """Return the inputs and ignored files of several listings."""
+    return Listing(
+        [each for listing in listings for each in listing.inputs],
+        [each for listing in listings for each in listing.ignored],
+    )
 
 
 def held_out_files(paths: Sequence[Path]) -> list[Path]:

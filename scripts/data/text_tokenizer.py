@@ -93,8 +93,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
         DataError: there is no usable tokenizer.json, or the EOD token is unknown or ambiguous.
     """
     path = source / TOKENIZER_FILE if source.is_dir() else source
-    names = (TOKENIZER_FILE, *COMPANIONS) if source.is_dir() else ()
-    files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
+    files = own_files(source, (TOKENIZER_FILE, *COMPANIONS)) if source.is_dir() else {}
     content = _content(source, path)
     if content["model"].get("dropout"):
         raise DataError(
@@ -140,18 +139,23 @@ def _content(source: Path, path: Path) -> dict[str, Any]:
         ) from None
 
 
-def own_file(folder: Path, name: str) -> bytes | None:
-    """Return the contents of a file in a tokenizer or model folder, or None if it is missing.
+def own_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the contents of the files `names` that exist in a tokenizer or model folder.
 
-    The file may be a symlink to a file in the same folder or, in a hub cache snapshot, to a blob in
-    the cache. Raises DataError if the symlink points elsewhere.
+    A file may be a symlink to a file in the same folder or, in a hub cache snapshot, to a blob in
+    the cache. Raises DataError if a symlink points elsewhere.
     """
-    path, home = real_path(folder / name), real_path(folder)
-    if not path.is_file():
-        return None
-    if not any(path.is_relative_to(parent) for parent in (home, home.parent.parent / "blobs")):
-        raise DataError(f"{folder / name} must not link outside its folder, but links to {path}")
-    return path.read_bytes()
+    files, home = {}, real_path(folder)
+    for name in names:
+        path = real_path(folder / name)
+        if not path.is_file():
+            continue
+        if not any(path.is_relative_to(parent) for parent in (home, home.parent.parent / "blobs")):
+            raise DataError(
+                f"{folder / name} must not link outside its folder, but links to {path}"
+            )
+        files[name] = path.read_bytes()
+    return files
 
 
 def _find_eod(source: Path, content: dict[str, Any], tokenizer: Tokenizer) -> str:

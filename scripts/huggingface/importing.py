@@ -24,7 +24,7 @@ from models.huggingface.config_json import (
 )
 from models.huggingface.tensors import TheirTensor, their_tensors
 from parallel.error_text import first_line
-from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
+from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_files
 from scripts.huggingface.export import INDEX_FILE
 from scripts.huggingface.loaded_tokenizer import offline
 from scripts.huggingface.model_folder import read_settings
@@ -279,8 +279,7 @@ def copy_tokenizer(source: Path, folder: Path, rows: int) -> dict[str, dict[str,
 
     Raises InputError if a symlink points outside `source` or a file cannot be parsed.
     """
-    names = (TOKENIZER_FILE, *COMPANIONS, "generation_config.json")
-    files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
+    files = own_files(source, (TOKENIZER_FILE, *COMPANIONS, "generation_config.json"))
     for name, content in files.items():
         try:
             if name == TOKENIZER_FILE:

@@ -8,7 +8,7 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +26,20 @@ from scripts.data.document_files import CHECKED, ReadOptions, read_documents
 from scripts.data.plan import Portion, Preparation, SetPlan
 from scripts.data.preparation import Pipeline
 from scripts.data.resume_point import Progress
-from scripts.data.sources import find_inputs
+from scripts.data.sources import Input, find_inputs
 from scripts.prepare_data import main
 from tests.text_files import TEXTS, lines, write_jsonl
 from training.errors import DataError
 
 
+def texts(inputs: Sequence[Input]) -> list[str]:
+    """Return the documents of inputs."""
+    return [text for _, text in read_documents(inputs, ReadOptions())]
+
+
 def read(source: Path) -> list[str]:
     """Return the documents of a file or folder."""
-    return list(read_documents(find_inputs(str(source)).inputs, ReadOptions()))
+    return texts(find_inputs(str(source)).inputs)
 
 
 def zst(content: bytes) -> bytes:
@@ -405,7 +410,7 @@ def test_a_pointer_in_a_dataset_of_a_local_folder_is_named(tmp_path: Path, name:
     (tmp_path / name).write_bytes(POINTED)
     (source,) = find_inputs(f"hf:{tmp_path}").inputs
     with pytest.raises(DataError, match=rf"{name}: it is a Git LFS pointer"):
-        list(read_documents([source], ReadOptions()))
+        texts([source])
 
 
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd")
@@ -436,7 +441,7 @@ def test_parts_are_found_in_a_snapshot_of_the_hub(tmp_path: Path, layout: str) -
         (folder / "part.json.gz").write_bytes(gzip.compress(lines([part])))
     plan = corpus.set_plan(100_000, tmp_path)
     for portion, part in zip(plan.portions, corpus.parts, strict=True):
-        assert list(read_documents(portion.inputs, ReadOptions())) == [part]
+        assert texts(portion.inputs) == [part]
     shutil.rmtree(tmp_path / layout / "wiki")
     looked = f"move the files of wiki to one of {tmp_path}/wiki, {tmp_path}/data/wiki"
     with pytest.raises(DataError, match=f"a folder for the part wiki of corpus olmo_mix; {looked}"):
@@ -455,7 +460,7 @@ def test_a_sample_is_not_taken_for_another(tmp_path: Path) -> None:
     }
     for name, size in corpora.items():
         portions = read_corpora()[name].set_plan(1000, tmp_path).portions
-        assert list(read_documents(portions[0].inputs, ReadOptions())) == [size]
+        assert texts(portions[0].inputs) == [size]
 
 
 def test_a_corpus_of_one_part_is_read_from_its_files(tmp_path: Path) -> None:
@@ -470,4 +475,4 @@ def test_a_corpus_of_one_part_is_read_from_its_files(tmp_path: Path) -> None:
     (tmp_path / "en").mkdir()
     (tmp_path / "en/b.json.gz").write_bytes(gzip.compress(json.dumps({"text": "b"}).encode()))
     (portion,) = corpus.set_plan(1000, tmp_path).portions
-    assert list(read_documents(portion.inputs, ReadOptions())) == ["b"]
+    assert texts(portion.inputs) == ["b"]
