@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
@@ -76,35 +77,19 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     """Return the prompt followed by the text that the exported model in `folder` generates."""
     import torch  # deferred: slow imports
     from transformers import AutoTokenizer, GenerationConfig
-    from transformers.utils import logging
 
-    from scripts.huggingface.model_folder import load_whole, read_settings
+    from scripts.huggingface.model_folder import load_whole, offline, read_settings
 
     end = read_settings(folder).get("eos_token_id")  # one id or several
     ends = end if isinstance(end, list) and end else [end]
-    logging.disable_progress_bar()
     torch.manual_seed(options.seed or 0)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        with offline():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many exception types here
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     model = load_whole(folder)
-    encode = partial(tokenizer, options.prompt, verbose=False)
-    plain: list[int] = encode(add_special_tokens=False)["input_ids"]
-    if not plain:
-        raise InputError(f"the prompt must have at least one token, got {options.prompt!r:.40}")
-    for number, token in tokenizer.added_tokens_decoder.items():
-        if token.special and number in plain:
-            name = printable(token.content)
-            print(f"{name} in the prompt is read as a special token, not as text", file=sys.stderr)
-    decoded = tokenizer.decode(plain, clean_up_tokenization_spaces=False)
-    if decoded != options.prompt:
-        print(f"the tokenizer changes the prompt to {printable(decoded)!r}", file=sys.stderr)
-    # Tokenizers of imported models may put tokens such as <s> before a text.
-    whole: list[int] = encode()["input_ids"]
-    before = whole[: -len(plain)] if whole[-len(plain) :] == plain else []
+    before, plain = prompt_tokens(tokenizer, options.prompt)
     prompt = torch.tensor([before + plain])
     positions, length = model.config.max_position_embeddings, prompt.shape[1]
     remaining = positions - length
@@ -135,6 +120,28 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     ids = ids[:-1] if ids[-1] in ends else ids
     text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return text
+
+
+def prompt_tokens(tokenizer: Any, prompt: str) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer puts before a text, and the tokens of the prompt.
+
+    Print a note to stderr if the prompt contains special tokens or does not decode to the same
+    text. Raises InputError if the prompt has no tokens.
+    """
+    encode = partial(tokenizer, prompt, verbose=False)
+    plain: list[int] = encode(add_special_tokens=False)["input_ids"]
+    if not plain:
+        raise InputError(f"the prompt must have at least one token, got {prompt!r:.40}")
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.special and number in plain:
+            name = printable(token.content)
+            print(f"{name} in the prompt is read as a special token, not as text", file=sys.stderr)
+    decoded = tokenizer.decode(plain, clean_up_tokenization_spaces=False)
+    if decoded != prompt:
+        print(f"the tokenizer changes the prompt to {printable(decoded)!r}", file=sys.stderr)
+    # Tokenizers of imported models may put tokens such as <s> before a text.
+    whole: list[int] = encode()["input_ids"]
+    return whole[: -len(plain)] if whole[-len(plain) :] == plain else [], plain
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

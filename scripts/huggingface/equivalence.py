@@ -16,8 +16,8 @@ from models.families import FAMILIES, all_units
 from models.layout import ChunkSpec
 from parallel.comm import groups as process_groups
 from parallel.model import named_buffers, named_parameters
-from scripts.huggingface.loaded_tokenizer import TEXT, checked_tokenizer, offline
-from scripts.huggingface.model_folder import load_whole
+from scripts.huggingface.loaded_tokenizer import TEXT, checked_tokenizer
+from scripts.huggingface.model_folder import load_whole, offline
 from training.assignments import unit_options
 from training.checkpoint.stored_checkpoint import CheckpointWeights, StoredTensors
 from training.errors import InputError
@@ -75,7 +75,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
 
     with offline():
         stored = AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype
-        model = load_whole(folder, dtype=torch.float32)
+    model = load_whole(folder, dtype=torch.float32)
     logits: Tensor = model.eval()(tokens).logits
     return logits, stored
 

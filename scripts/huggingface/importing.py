@@ -26,8 +26,7 @@ from models.huggingface.tensors import TheirTensor, their_tensors
 from parallel.error_text import first_line
 from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_files
 from scripts.huggingface.export import INDEX_FILE
-from scripts.huggingface.loaded_tokenizer import offline
-from scripts.huggingface.model_folder import read_settings
+from scripts.huggingface.model_folder import offline, read_settings
 from scripts.weights_only import write_checkpoint
 from spectral.batching import grouped
 from training.checkpoint.stored_checkpoint import abridged

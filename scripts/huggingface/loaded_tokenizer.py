@@ -1,7 +1,5 @@
 """Load tokenizers with transformers and compare them with tokenizer.json."""
 
-import contextlib
-from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from scripts.command import warn
+from scripts.huggingface.model_folder import offline
 from training.errors import InputError
 
 TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and
@@ -66,21 +65,3 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
         )
     if text != TEXT:
         warn(f"the tokenizer is lossy: {TEXT[:20]!r} becomes {text[:20]!r}")
-
-
-@contextlib.contextmanager
-def offline() -> Iterator[None]:
-    """Context manager that disables network access and progress bars in the Hugging Face
-    libraries."""
-    from huggingface_hub import constants
-    from transformers.utils import logging
-
-    before, shown = constants.HF_HUB_OFFLINE, logging.is_progress_bar_enabled()
-    constants.HF_HUB_OFFLINE = True
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-        if shown:
-            logging.enable_progress_bar()

@@ -1,5 +1,7 @@
 """Load transformers model folders, which may come from untrusted sources."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +30,24 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return content
 
 
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Context manager that disables network access and progress bars in the Hugging Face
+    libraries."""
+    from huggingface_hub import constants
+    from transformers.utils import logging
+
+    before, shown = constants.HF_HUB_OFFLINE, logging.is_progress_bar_enabled()
+    constants.HF_HUB_OFFLINE = True
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+        if shown:
+            logging.enable_progress_bar()
+
+
 def load_whole(folder: Path, **options: Any) -> Any:
     """Load the model in `folder` with transformers, without running code from the folder.
 
@@ -41,14 +61,14 @@ def load_whole(folder: Path, **options: Any) -> Any:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # the error below contains transformers' report
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        with offline():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
     except Exception as error:  # transformers raises many exception types here
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     finally:
