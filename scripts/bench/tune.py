@@ -49,7 +49,6 @@ SINGLE_TILES = (
     Tile(128, 32, 8, 3, "tf32x3"), Tile(64, 32, 4, 3, "tf32x3"), Tile(64, 32, 8, 3, "ieee"),
 )  # fmt: skip
 Call = Callable[[], Tensor]
-Ways = dict[Tile | None, Call]
 
 
 def candidates(dtype: str) -> tuple[Tile, ...]:
@@ -59,43 +58,30 @@ def candidates(dtype: str) -> tuple[Tile, ...]:
     return (*HALF_TILES, dispatch.QUACK) if dispatch.has_quack() else HALF_TILES
 
 
-def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
-    """Return functions that run an operation on `x` `[batch, rows, cols]`, keyed by tile.
-
-    The function under the key None calls the vendor library.
+def calls(operation: Operation, x: Tensor) -> tuple[Call, Callable[..., Tensor]]:
+    """Return functions that run an operation on `x` `[batch, rows, cols]`: with the vendor library,
+    and with our kernel. The second function takes a tile as its last argument.
 
     "commuting" and "polynomial" are operations in msign's first step. "grouped" computes the Gram
     matrices of two stacks: `x`, and the first half of its columns.
     """
     if operation == "gram":
-        return ways(partial(library.symmetric, x), partial(symmetric.product, x, x), tiles)
+        return partial(library.symmetric, x), partial(symmetric.product, x, x)
     if operation == "grouped":
         stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
-        # quack only supports a single stack.
-        tiles = tuple(tile for tile in tiles if tile != dispatch.QUACK)
 
         def grams() -> Tensor:
             return torch.cat([library.symmetric(stack) for stack in stacks])
 
-        return ways(grams, partial(symmetric.grams, stacks), tiles)
+        return grams, partial(symmetric.grams, stacks)
     r = library.symmetric(x)
     r = r / torch.linalg.matrix_norm(r, keepdim=True)
     a, b, c = 4.1, -2.9, 0.5
     polynomial = partial(library.symmetric, r, r, r, alpha=c, beta=b, diagonal=a)
     if operation == "polynomial":
-        by_kernel = partial(symmetric.product, r, r, s=r, alpha=c, beta=b, gamma=a)
-        return ways(polynomial, by_kernel, tiles)
+        return polynomial, partial(symmetric.product, r, r, s=r, alpha=c, beta=b, gamma=a)
     p = polynomial()
-    return ways(partial(library.symmetric, p, r), partial(symmetric.product, p, r), tiles)
-
-
-def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Return a dict of functions: `by_kernel` for each tile, and `by_library` for the key None.
-
-    `by_kernel` takes the tile as its last argument.
-    """
-    each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
-    return {None: by_library} | each
+    return partial(library.symmetric, p, r), partial(symmetric.product, p, r)
 
 
 def agrees(result: Tensor, expected: Tensor) -> bool:
@@ -122,7 +108,11 @@ def measure(
     x = torch.randn(batch, rows, cols, device=device, generator=generator)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(DTYPES[dtype])
     for operation in OPERATIONS:
-        ways = calls(operation, x, only or candidates(dtype))
+        by_library, by_kernel = calls(operation, x)
+        ways: dict[Tile | None, Call] = {None: by_library}
+        for kernel in only or candidates(dtype):
+            if operation != "grouped" or kernel != dispatch.QUACK:  # quack needs a single stack
+                ways[kernel] = partial(by_kernel, kernel)
         expected = ways[None]().clone()
         right = {tile: call for tile, call in ways.items() if agrees(call(), expected)}
         times = {tile: milliseconds(call, device, repeats) for tile, call in right.items()}
