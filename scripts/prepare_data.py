@@ -24,8 +24,8 @@ from scripts.command import command, counted, output_path, token_count, warn, wh
 from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
 from scripts.data.hub import HubInput, hub_tokenizer
-from scripts.data.plan import Portion, Preparation, SetPlan, Shard
-from scripts.data.sources import SUFFIXES, find_inputs, joined
+from scripts.data.plan import Portion, Preparation, SetPlan
+from scripts.data.sources import SUFFIXES, Shard, find_inputs, joined
 from training.command_line import Parser, fail
 from training.errors import DataError, InputError, ProgressError
 from training.json_file import real_path

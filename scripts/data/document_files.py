@@ -7,7 +7,7 @@ fields that first appear late or change type, and restarts line numbers in every
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from parallel.error_text import first_line
 from scripts.command import counted
 from scripts.data.compression import read_lines, rewritten
 from scripts.data.hub import HubInput, Row
-from scripts.data.sources import START, FileInput, Input, Position
+from scripts.data.sources import START, WHOLE, FileInput, Input, Position, Shard
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer, parse_json
 
@@ -29,11 +29,6 @@ CHECKED: Final = 1000
 PARQUET_ROWS: Final = 1024
 """Number of Parquet rows held in memory at a time."""
 NO_ZEROS: Final = r"sed 's/\x00//g'"
-
-
-Owns = Callable[[int, int | None], bool]
-"""Function of an input number and a document number that returns whether to read the document. If
-the document number is None, the function returns whether to read any document of the input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +43,8 @@ def read_documents(
     inputs: Sequence[Input],
     options: ReadOptions,
     start: Position = START,
-    owns: Owns = lambda number, document: True,
+    shard: Shard = WHOLE,
+    first_unit: int = 0,
     blank: Counter[str] | None = None,
 ) -> Generator[tuple[Position, str], None, None]:
     """Yield the text of every non-blank document, in order, with the position right after it.
@@ -57,20 +53,21 @@ def read_documents(
         inputs: the inputs to read.
         options: options for splitting files into documents.
         start: position to resume from.
-        owns: returns whether to yield a document.
+        shard: the shard whose documents to yield.
+        first_unit: index of the first input within the preparation.
         blank: updated with the number of blank documents skipped, by input name.
 
     Raises:
         DataError: an input is missing, unreadable or not UTF-8, or lacks the text field.
     """
     for number in range(start.input, len(inputs)):
-        if not owns(number, None):
+        if not shard.owns(first_unit + number, None):
             continue
         first = start.document if number == start.input else 0
         index = 0
         with closing(_documents(inputs[number], options)) as documents:
             for text in documents:
-                remains = index >= first and owns(number, index)
+                remains = index >= first and shard.owns(first_unit + number, index)
                 if _is_blank(text):
                     if blank is not None:
                         blank[str(inputs[number])] += remains

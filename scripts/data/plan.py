@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import Final
 
 from scripts.command import counted
 from scripts.data.document_files import ReadOptions, check_first_documents
 from scripts.data.hub import HubInput
-from scripts.data.sources import FileInput, Input, Listing, held_out_files, joined
+from scripts.data.sources import WHOLE, FileInput, Input, Listing, Shard, held_out_files, joined
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
@@ -20,45 +19,6 @@ TOKENIZER_BYTES = 1_000_000_000
 """Maximum number of characters to train a tokenizer on, split evenly across sets."""
 _EMPTY = hashlib.sha256().hexdigest()
 _METHOD = 1  # bump if a code change alters the tokens for the same inputs and options
-
-
-BLOCK: Final = 1024
-"""Number of consecutive documents that go to the same shard when inputs are cut."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Shard `number` of `count`.
-
-    Whole inputs are assigned to shards round-robin. If there are fewer inputs than shards, inputs
-    are `cut`: each shard reads all inputs and encodes every `count`-th block of `BLOCK` documents.
-    """
-
-    number: int  # from 0
-    count: int
-    cut: bool = False
-
-    def owns(self, unit: int, document: int | None) -> bool:
-        """Return whether this shard encodes document number `document` of input number `unit`.
-
-        If `document` is None, return whether the shard encodes any document of that input.
-        """
-        if self.cut:
-            return document is None or document // BLOCK % self.count == self.number
-        return unit % self.count == self.number
-
-    def folder(self, output: Path) -> Path:
-        """Return the folder of this shard, given the preparation's output folder."""
-        return shards_folder(output) / f"{self.number + 1}-of-{self.count}"
-
-
-def shards_folder(output: Path) -> Path:
-    """Return the folder that contains all shards, given the preparation's output folder."""
-    return output.with_name(output.name + ".shards")
-
-
-WHOLE: Final = Shard(0, 1)
-"""A single shard that covers everything."""
 
 
 @dataclass(frozen=True, kw_only=True)

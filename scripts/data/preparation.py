@@ -26,13 +26,10 @@ from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.hub import HubInput
 from scripts.data.plan import (
     TOKENIZER_BYTES,
-    WHOLE,
     Portion,
     Preparation,
     SetPlan,
-    Shard,
     is_validation,
-    shards_folder,
 )
 from scripts.data.repeats import Repeats
 from scripts.data.resume_point import Progress, ProgressSaver, read_progress
@@ -47,7 +44,7 @@ from scripts.data.shards import (
     shard_key,
     shard_names,
 )
-from scripts.data.sources import Input, Position
+from scripts.data.sources import WHOLE, Input, Position, Shard, shards_folder
 from scripts.data.text_tokenizer import (
     EOD_TOKEN,
     TOKENIZER_FILE,
@@ -329,11 +326,8 @@ class Pipeline:
     def _encoded(
         self, inputs: list[Input], first: int, start: Position
     ) -> Iterator[tuple[list[Position], EncodedChunk]]:
-        def owns(number: int, document: int | None) -> bool:
-            return self.shard.owns(first + number, document)
-
         reading = self.preparation.reading
-        documents = read_documents(inputs, reading, start, owns, self.blank)
+        documents = read_documents(inputs, reading, start, self.shard, first, self.blank)
         with closing(documents), closing(encoded(documents, self.encoder, self.workers)) as chunks:
             yield from chunks
 

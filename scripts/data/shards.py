@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from scripts.data.encoding import EncodedChunk, RoundTrip
-from scripts.data.plan import BLOCK, Preparation, Shard, shards_folder
+from scripts.data.plan import Preparation
 from scripts.data.set_writer import RECORD, read_records
-from scripts.data.sources import SHARD_FILE, Position
+from scripts.data.sources import BLOCK, SHARD_FILE, Position, Shard, shards_folder
 from scripts.data.text_tokenizer import TOKENIZER_FILE
 from training.data.hashes import file_sha256
 from training.errors import DataError, InputError

@@ -1,4 +1,5 @@
-"""Find the inputs of a source: a file, a folder or glob pattern of files, or a hub dataset."""
+"""Find the inputs of a source: a file, a folder or glob pattern of files, or a hub dataset. Assign
+inputs to shards."""
 
 import glob
 import os
@@ -73,6 +74,44 @@ class Position(NamedTuple):
 
 
 START: Final = Position()
+
+BLOCK: Final = 1024
+"""Number of consecutive documents that go to the same shard when inputs are cut."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Shard `number` of `count`.
+
+    Whole inputs are assigned to shards round-robin. If there are fewer inputs than shards, inputs
+    are `cut`: each shard reads all inputs and encodes every `count`-th block of `BLOCK` documents.
+    """
+
+    number: int  # from 0
+    count: int
+    cut: bool = False
+
+    def owns(self, unit: int, document: int | None) -> bool:
+        """Return whether this shard encodes document number `document` of input number `unit`.
+
+        If `document` is None, return whether the shard encodes any document of that input.
+        """
+        if self.cut:
+            return document is None or document // BLOCK % self.count == self.number
+        return unit % self.count == self.number
+
+    def folder(self, output: Path) -> Path:
+        """Return the folder of this shard, given the preparation's output folder."""
+        return shards_folder(output) / f"{self.number + 1}-of-{self.count}"
+
+
+def shards_folder(output: Path) -> Path:
+    """Return the folder that contains all shards, given the preparation's output folder."""
+    return output.with_name(output.name + ".shards")
+
+
+WHOLE: Final = Shard(0, 1)
+"""A single shard that covers everything."""
 
 
 @dataclass(frozen=True)

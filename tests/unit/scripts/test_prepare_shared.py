@@ -33,6 +33,7 @@ from scripts.data import (
     resume_point,
     set_writer,
     shards,
+    sources,
     text_tokenizer,
 )
 from scripts.data.sources import find_inputs
@@ -114,7 +115,7 @@ def set_small_steps(set_=setattr) -> None:
     """Set the sizes used by `small_steps`."""
     set_(encoding, "_CHUNK_CHARACTERS", 3000)
     set_(resume_point, "SECONDS", 0.0)
-    set_(plan, "BLOCK", 16)
+    set_(sources, "BLOCK", 16)
     set_(shards, "BLOCK", 16)
 
 
