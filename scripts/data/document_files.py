@@ -44,30 +44,28 @@ def read_documents(
     options: ReadOptions,
     start: Position = START,
     shard: Shard = WHOLE,
-    first_unit: int = 0,
     blank: Counter[str] | None = None,
 ) -> Generator[tuple[Position, str], None, None]:
     """Yield the text of every non-blank document, in order, with the position right after it.
 
     Args:
-        inputs: the inputs to read.
+        inputs: the inputs to read, up to the last one.
         options: options for splitting files into documents.
         start: position to resume from.
         shard: the shard whose documents to yield.
-        first_unit: index of the first input within the preparation.
         blank: updated with the number of blank documents skipped, by input name.
 
     Raises:
         DataError: an input is missing, unreadable or not UTF-8, or lacks the text field.
     """
     for number in range(start.input, len(inputs)):
-        if not shard.owns(first_unit + number, None):
+        if not shard.owns(number, None):
             continue
         first = start.document if number == start.input else 0
         index = 0
         with closing(_documents(inputs[number], options)) as documents:
             for text in documents:
-                remains = index >= first and shard.owns(first_unit + number, index)
+                remains = index >= first and shard.owns(number, index)
                 if _is_blank(text):
                     if blank is not None:
                         blank[str(inputs[number])] += remains

@@ -44,7 +44,7 @@ from scripts.data.shards import (
     shard_key,
     shard_names,
 )
-from scripts.data.sources import WHOLE, Input, Position, Shard, shards_folder
+from scripts.data.sources import WHOLE, Position, Shard, shards_folder
 from scripts.data.text_tokenizer import (
     EOD_TOKEN,
     TOKENIZER_FILE,
@@ -265,12 +265,12 @@ class Pipeline:
     shards: Shards | None
     blank: Counter[str] = field(default_factory=Counter)
 
-    def portions(self) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the remaining portions, each with the number of its first input. After each
-        portion, print how many of its documents were skipped because they are blank."""
-        for plan, portion, first in self.progress.portions(self.preparation):
-            resumed = self.progress.position != Position()
-            yield plan, portion, first
+    def portions(self) -> Iterator[tuple[SetPlan, Portion, range]]:
+        """Yield the remaining portions, each with the indices of its inputs. After each portion,
+        print how many of its documents were skipped because they are blank."""
+        for plan, portion, units in self.progress.portions(self.preparation):
+            resumed = self.progress.position != Position(units.start)
+            yield plan, portion, units
             if count := self.blank.total():
                 example = self.blank.most_common(1)[0][0]
                 warn(
@@ -284,9 +284,9 @@ class Pipeline:
                 warn(f"token set {name}: {decoded}")
 
     def documents(
-        self, plan: SetPlan, portion: Portion, first: int, files: Collection[DocumentFile]
+        self, plan: SetPlan, units: range, files: Collection[DocumentFile]
     ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
-        """Yield (input number, tokens, bytes) for each remaining document of a portion.
+        """Yield (input number, tokens, bytes) for each remaining document of the inputs `units`.
 
         The caller must add the documents to `files`. Between chunks, `saver` periodically syncs
         `files` and then saves the progress. Raises DataError if the tokenizer changes the text of
@@ -294,40 +294,35 @@ class Pipeline:
         """
         progress = self.progress
         decoded = progress.decoded.setdefault(plan.name, RoundTrip())
-        chunks = self._chunks(portion.inputs, first, progress.position)
+        chunks = self._chunks(units.stop, progress.position)
         with progress_of(plan.name) as bar, closing(chunks):
             for positions, chunk in chunks:
                 decoded.count(chunk)
                 decoded.check(plan.name, allowed=self.preparation.allow_lossy)
                 for position, (tokens, size) in zip(positions, chunk.documents(), strict=True):
                     yield position.input, tokens, size
-                progress.input, progress.document = positions[-1]
+                progress.position = positions[-1]
                 self.saver.save(progress, *files)
                 bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
                 bar.update(sum(chunk.bytes))
 
     def _chunks(
-        self, inputs: list[Input], first: int, start: Position
+        self, end: int, start: Position
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-        """Yield chunks of documents with the position after each document.
-
-        `first` is the index of the portion's first input within the preparation.
-        """
+        """Yield chunks of the documents from `start` to the end of input `end - 1`, with the
+        position after each document."""
         if self.shards is None:
-            yield from self._encoded(inputs, first, start)
+            yield from self._encoded(end, start)
             return
-        for number in range(start.input, len(inputs)):
-            done = start.document if number == start.input else 0
-            stored = yield from self.shards.documents(first + number, number, done)
+        for unit in range(start.input, end):
+            done = start.document if unit == start.input else 0
+            stored = yield from self.shards.documents(unit, done)
             if stored is not None:
-                rest = Position(number, max(done, stored))
-                yield from self._encoded(inputs[: number + 1], first, rest)
+                yield from self._encoded(unit + 1, Position(unit, max(done, stored)))
 
-    def _encoded(
-        self, inputs: list[Input], first: int, start: Position
-    ) -> Iterator[tuple[list[Position], EncodedChunk]]:
-        reading = self.preparation.reading
-        documents = read_documents(inputs, reading, start, self.shard, first, self.blank)
+    def _encoded(self, end: int, start: Position) -> Iterator[tuple[list[Position], EncodedChunk]]:
+        inputs, reading = self.preparation.inputs()[:end], self.preparation.reading
+        documents = read_documents(inputs, reading, start, self.shard, self.blank)
         with closing(documents), closing(encoded(documents, self.encoder, self.workers)) as chunks:
             yield from chunks
 
@@ -337,6 +332,7 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
     progress, folder = pipeline.progress, pipeline.folder
     plans, dtype = pipeline.preparation.sets, pipeline.encoder.dtype
     repeats, resumed = Repeats(), folder.progress is not None
+    inputs = pipeline.preparation.inputs()
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(
@@ -347,28 +343,28 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
             for plan in plans
             for name, source in plan.outputs().items()
         }
-        for plan, portion, first in pipeline.portions():
-            end = len(portion.inputs)
-            with closing(pipeline.documents(plan, portion, first, writers.values())) as documents:
-                for number, tokens, size in documents:
+        for plan, portion, units in pipeline.portions():
+            end = units.stop
+            with closing(pipeline.documents(plan, units, writers.values())) as documents:
+                for unit, tokens, size in documents:
                     if portion.tokens is not None and progress.tokens >= portion.tokens:
-                        end = progress.last + 1
+                        end = progress.end
                         break
-                    progress.last = number
+                    progress.end = unit + 1
                     held_out = portion.held_out or is_validation(progress.index, plan.fraction)
                     name = plan.output(held_out=held_out)
                     writers[name].add(tokens, size)
                     repeats.add(name, tokens.tobytes())
                     progress.index += 1
                     progress.tokens += len(tokens)
-            if end < len(portion.inputs):
-                left = f"{len(portion.inputs) - end:,} of {counted(len(portion.inputs), 'input')}"
+            if end < units.stop:
+                left = f"{units.stop - end:,} of {counted(len(units), 'input')}"
                 print(
                     f"token set {plan.name}: the token limit is reached; not read: {left}, from "
-                    f"{portion.inputs[end]} on"
+                    f"{inputs[end]} on"
                 )
             for name in plan.outputs_of(portion):
-                progress.read.setdefault(name, []).append([first, first + end])
+                progress.read.setdefault(name, []).append([units.start, end])
             if portion.tokens is not None and progress.tokens < portion.tokens:
                 warn(
                     f"{', '.join(portion.source)}: there are only {progress.tokens:,} of "
@@ -424,15 +420,14 @@ def _write_shard(pipeline: Pipeline) -> None:
 
     file = DocumentFile(folder / TOKENS_FILE, folder / RECORDS_FILE, dtype, written)
     with closing(file):
-        for plan, portion, first in pipeline.portions():
-            with closing(pipeline.documents(plan, portion, first, [file])) as documents:
-                for number, tokens, size in documents:
-                    unit = str(first + number)
-                    if enough(portion, unit):
-                        progress.left.append([first + number, first + len(portion.inputs)])
+        for plan, portion, units in pipeline.portions():
+            with closing(pipeline.documents(plan, units, [file])) as documents:
+                for unit, tokens, size in documents:
+                    if enough(portion, str(unit)):
+                        progress.left.append([unit, units.stop])
                         break
                     file.add(tokens, size)
-                    part = progress.parts.setdefault(unit, [0, 0])
+                    part = progress.parts.setdefault(str(unit), [0, 0])
                     part[0] += 1
                     part[1] += len(tokens)
                     progress.tokens += len(tokens)

@@ -9,7 +9,7 @@ from scripts.data.encoding import RoundTrip
 from scripts.data.folder import AtomicFolder
 from scripts.data.plan import Portion, Preparation, SetPlan
 from scripts.data.set_writer import DocumentFile, Written
-from scripts.data.sources import Position
+from scripts.data.sources import START, Position
 from training.errors import ProgressError
 
 SECONDS: Final = 5.0
@@ -21,11 +21,10 @@ class Progress:
     """The current position in a preparation, and statistics of the documents before it.
 
     set, portion  index of the current set and portion
-    input         index of the next input within the portion
-    document      index of the next document within the input
+    position      the next input and document
     index         index of the next document within the set
     tokens        number of tokens written from the portion
-    last          index of the input that the last document came from
+    end           end of the range of inputs that documents of the portion came from
     read          (first, end) ranges of the inputs read, by set name
     written       statistics of the documents written, by file
     decoded       statistics of the documents decoded, by set name
@@ -37,11 +36,10 @@ class Progress:
 
     set: int = 0
     portion: int = 0
-    input: int = 0
-    document: int = 0
+    position: Position = START
     index: int = 0
     tokens: int = 0
-    last: int = 0
+    end: int = 0
     read: dict[str, list[list[int]]] = field(default_factory=dict)
     written: dict[str, Written] = field(default_factory=dict)
     decoded: dict[str, RoundTrip] = field(default_factory=dict)
@@ -53,26 +51,22 @@ class Progress:
         """Return the statistics of a document file. The writer updates the statistics in place."""
         return self.written.setdefault(name, Written())
 
-    @property
-    def position(self) -> Position:
-        """Position within the inputs of the current portion."""
-        return Position(self.input, self.document)
-
-    def portions(self, preparation: Preparation) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the remaining portions, each with the index of its first input.
+    def portions(self, preparation: Preparation) -> Iterator[tuple[SetPlan, Portion, range]]:
+        """Yield the remaining portions, each with the indices of its inputs in the preparation.
 
         The per-portion counters are reset whenever a new portion starts.
         """
         first = 0
         for i, plan in enumerate(preparation.sets):
             for j, portion in enumerate(plan.portions):
+                units = range(first, first + len(portion.inputs))
                 if (i, j) > (self.set, self.portion):
                     self.index = self.index if i == self.set else 0
                     self.set, self.portion = i, j
-                    self.input = self.document = self.tokens = self.last = 0
+                    self.position, self.tokens, self.end = Position(first), 0, first
                 if (i, j) == (self.set, self.portion):
-                    yield plan, portion, first
-                first += len(portion.inputs)
+                    yield plan, portion, units
+                first = units.stop
 
 
 def read_progress(saved: Any) -> Progress:
@@ -89,7 +83,8 @@ def read_progress(saved: Any) -> Progress:
         decoded = {name: RoundTrip(**values) for name, values in saved["decoded"].items()}
     except (AttributeError, KeyError, TypeError):
         raise ProgressError("the saved progress is from another version") from None
-    return Progress(**{**saved, "written": written, "decoded": decoded})
+    position = Position(*saved["position"])
+    return Progress(**{**saved, "position": position, "written": written, "decoded": decoded})
 
 
 class ProgressSaver:

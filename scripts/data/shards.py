@@ -140,14 +140,14 @@ class Shards:
             )
 
     def documents(
-        self, unit: int, number: int, skip: int
+        self, unit: int, skip: int
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
         """Yield the documents of input `unit` in chunks, starting at document `skip`.
 
         Each chunk is yielded with the position after each of its documents. `unit` is the index of
-        the input in the preparation. `number` is the index of the input in the portion, and is part
-        of the positions. The generator stops at the first document that is in no shard and returns
-        the index of this document, or None if the shards contain all documents of the input.
+        the input in the preparation. The generator stops at the first document that is in no shard
+        and returns the index of this document, or None if the shards contain all documents of the
+        input.
         """
         parts = [
             documents[unit]
@@ -172,7 +172,7 @@ class Shards:
                     offset=token * np.dtype(part.dtype).itemsize,
                 )
                 yield (
-                    [Position(number, done + i + 1) for i in range(begin, size)],
+                    [Position(unit, done + i + 1) for i in range(begin, size)],
                     EncodedChunk(
                         tokens=tokens,
                         lengths=lengths[begin:].tolist(),

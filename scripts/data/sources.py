@@ -67,7 +67,8 @@ Input = FileInput | HubInput
 
 
 class Position(NamedTuple):
-    """A position in the inputs: the index of an input, and how many of its documents were read."""
+    """A position in a preparation: the index of an input, and how many of its documents were
+    read."""
 
     input: int = 0
     document: int = 0

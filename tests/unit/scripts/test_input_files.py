@@ -26,7 +26,7 @@ from scripts.data.document_files import CHECKED, ReadOptions, read_documents
 from scripts.data.plan import Portion, Preparation, SetPlan
 from scripts.data.preparation import Pipeline
 from scripts.data.resume_point import Progress
-from scripts.data.sources import Input, find_inputs
+from scripts.data.sources import Input, Position, find_inputs
 from scripts.prepare_data import main
 from tests.text_files import TEXTS, lines, write_jsonl
 from training.errors import DataError
@@ -340,7 +340,7 @@ def test_blank_documents_before_an_interruption_are_not_counted_again(capsys) ->
     """The warning of the resumed preparation only covers the remaining documents."""
     portions: Any = [SimpleNamespace(inputs=["a.jsonl"])] * 2
     sets: Any = [SimpleNamespace(name="web", portions=portions)]
-    progress, unused = Progress(input=0, document=5), cast(Any, None)
+    progress, unused = Progress(position=Position(0, 5)), cast(Any, None)
     plan: Any = SimpleNamespace(sets=sets)
     pipeline = Pipeline(plan, unused, progress, unused, unused, unused, unused, unused)
     for _ in pipeline.portions():
