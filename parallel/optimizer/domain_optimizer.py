@@ -322,7 +322,6 @@ def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None
     if wire not in (None, updates[0].dtype):
         rounded = [torch.empty_like(update, dtype=wire) for update in updates]
         copy_all_(zip(rounded, updates, strict=True))
-        updates = [torch.empty_like(weight) for weight in kept]
         copy_all_(zip(updates, rounded, strict=True))
     add_all_(zip(kept, updates, strict=True))
 
