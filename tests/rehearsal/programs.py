@@ -57,7 +57,7 @@ class TracedCall:
         except Exception as error:
             problem = error_with_line(error)
         trace.keep_peak()
-        return RankReport(0, 1, None, problem, trace.counts)
+        return RankReport(0, None, problem, trace.counts)
 
 
 ALLOWED_READS = {

@@ -12,9 +12,10 @@ import pytest
 
 import pretrain
 from tests.paths import ROOT
-from tests.rehearsal.programs import H100, MONITORED, SHAPE, ToldJob
+from tests.rehearsal.programs import MONITORED, SHAPE, ToldJob
 from tests.run_configs import tiny_config
 from tests.tiny_families import overrides, settings
+from training.dry_run import plan_run
 from training.rehearsal import processes
 from training.rehearsal import rehearse as rehearsal
 from training.rehearsal.rank import RankReport, Scenario
@@ -104,19 +105,20 @@ def counted(scenario: Scenario, optimizer: int, memory: int) -> RankReport:
         (3, "checkpoint"): Counts(launches=3),
     }
     marks = [Counts(launches=5), Counts(launches=15)]
-    return RankReport(0, 2, scenario, counts=counts, marks=marks)
+    return RankReport(0, scenario, counts=counts, marks=marks)
 
 
 def test_a_report_counts_all_micro_batches_and_the_busiest_rank(tmp_path):
     config = tiny_config(str(tmp_path), "muon", train__exit_step=3)
     scenario = Scenario(config, microbatches=6, rehearsed=2)
-    report = rehearsal.combined([counted(scenario, 7, 50), counted(scenario, 9, 40)], 2, H100)
+    reports = [counted(scenario, 7, 50), counted(scenario, 9, 40)]
+    report = rehearsal.Report(plan_run(config, 2), reports)
     assert {name: counts.launches for name, counts in report.phases.items()} == {
         STEP: 5 + 6 * 10, OPTIMIZER: 9, "monitors": 5 + 1 + 100, "validation": 0, "checkpoint": 3
     }  # fmt: skip
     # In later steps, memory includes what monitors keep.
     assert report.phases[STEP].peak_memory_bytes == report.peak_memory_bytes == 50
-    assert report.microbatches == (2, 6) and report.ok
+    assert report.error is None
 
 
 def test_one_rank_per_stage_or_the_asked_ranks_are_rehearsed(tmp_path):

@@ -21,4 +21,4 @@ def test_a_recipe_would_not_break(recipe: str) -> None:
     check(config, config.plan.gpus)
     device = device_named(config.plan.device)
     report = rehearse(config, config.plan.gpus, device)
-    assert report.ok, report.error
+    assert report.error is None, report.error

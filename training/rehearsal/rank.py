@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from training.planning.layout_search import changed
 from training.rehearsal import fake_cuda, fake_kernels, process_groups
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.program import name_of, replace_everywhere
-from training.rehearsal.trace import DEFAULT_STREAM, STEP, Call, Counts, Trace
+from training.rehearsal.trace import DEFAULT_STREAM, OPTIMIZER, STEP, Call, Counts, Trace
 from training.run import train
 from training.step import Trainer
 
@@ -119,7 +120,6 @@ class RankReport:
     """
 
     rank: int
-    world: int
     scenario: Scenario
     error: str | None = None
     counts: dict[tuple[int, str], Counts] = field(default_factory=dict)
@@ -127,6 +127,44 @@ class RankReport:
     findings: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     side_pools: int = 0
+
+    def part(self, step: int, phase: str) -> Counts:
+        """Return the counts of a phase of a step."""
+        return self.counts.get((step, phase), Counts())
+
+    @cached_property
+    def phases(self) -> dict[str, Counts]:
+        """The rank's counts for each phase in `Report.phases`."""
+        last = self.scenario.config.train.last
+        plain = [self.part(PLAIN_STEP, name) for name in (STEP, OPTIMIZER)]
+        looked = [self.part(last, name) for name in (STEP, OPTIMIZER, "monitors")]
+        added = looked[0].add(looked[1]).add(looked[2]).add(plain[0], -1).add(plain[1], -1)
+        more = self.scenario.microbatches - self.scenario.rehearsed
+        phases = {
+            STEP: plain[0].add(self.micro_batch(plain[0]), more),
+            OPTIMIZER: plain[1],
+            "monitors": added,
+            "validation": self.part(last, "validation"),
+            "checkpoint": self.part(last, "checkpoint"),
+        }
+        for name in (STEP, OPTIMIZER):
+            # From step 2 on, memory includes tensors that the monitors keep for comparison.
+            phases[name].peak_memory_bytes = self.part(1, name).peak_memory_bytes
+        return phases
+
+    def micro_batch(self, counts: Counts) -> Counts:
+        """Return the counts for one micro-batch.
+
+        This is the difference between the counts at the last forward pass and the counts one round
+        of forward passes earlier, divided by the number of micro-batches per round. If there is
+        only one round, `counts` is divided by the number of micro-batches instead.
+        """
+        parallel = self.scenario.config.parallel
+        round_of = parallel.pipeline * parallel.virtual_pipeline
+        if len(self.marks) <= round_of:
+            return Counts().add(counts, 1 / self.scenario.rehearsed)
+        latest = self.marks[-1].add(self.marks[-1 - round_of], -1)
+        return Counts().add(latest, 1 / parallel.pipeline)
 
 
 @dataclass(frozen=True)
@@ -160,7 +198,6 @@ class Job:
         pools = trace.memory.pools
         return RankReport(
             self.rank,
-            self.world,
             rehearsed,
             problem,
             counts=trace.counts,

@@ -5,11 +5,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, Final
 
 from parallel.plan.devices import RESERVE, Device
+from parallel.plan.planner import Plan
 from training.config import Config, check
 from training.data.build_data import on_mock_tokens
 from training.dry_run import device_named, plan_run
@@ -27,171 +29,130 @@ BACKWARD: Final = 0.66
 """Fraction of a micro-batch's compute time that is spent in the backward pass."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
     """The report of a rehearsal. If several ranks are rehearsed, all values are maxima over ranks.
 
-    error      first error and its source line; None if the run would succeed
-    phases     counts for a step without periodic work (forward_backward and optimizer), for the
-               additional work in a monitored and logged step (monitors), for a validation with two
-               micro-batches from each set, and for a save
-    planned_memory_bytes, planned_seconds   memory and step time according to the plan
-    modelled_seconds   modelled time of a step without periodic work
-    mfu        model FLOPs divided by the FLOPs possible at the device's peak in `modelled_seconds`
-    micro_batch_elementwise_bytes   bytes moved by a micro-batch outside matmuls
+    planned      plan of the same run
+    reports      reports of the rehearsed ranks
+    mismatches   result of `matching.mismatches`, if all ranks are rehearsed
     """
 
-    gpus: int
-    ranks: list[int]
-    device: Device
-    error: str | None = None
-    phases: dict[str, Counts] = field(default_factory=dict)
-    setup: Counts = field(default_factory=Counts)
-    findings: list[str] = field(default_factory=list)
-    microbatches: tuple[int, int] = (0, 0)
-    side_stream_pools_bytes: int = 0
-    planned_memory_bytes: int = 0
-    planned_seconds: float = 0.0
-    modelled_seconds: float = 0.0
-    mfu: float = 0.0
-    micro_batch_elementwise_bytes: float = 0.0
+    planned: Plan
+    reports: Sequence[RankReport]
+    mismatches: Sequence[str] = ()
+
+    @cached_property
+    def phases(self) -> dict[str, Counts]:
+        """Counts of a step without periodic work (forward_backward and optimizer), of the
+        additional work in a monitored and logged step (monitors), of a validation with two
+        micro-batches from each set, and of a save."""
+        of_ranks = [each.phases for each in self.reports]
+        return {name: maxima(phases[name] for phases in of_ranks) for name in PHASES}
 
     @property
-    def ok(self) -> bool:
-        """Whether the run would succeed."""
-        return self.error is None
+    def findings(self) -> list[str]:
+        """Distinct messages about unordered accesses and float32 matmuls in TF32."""
+        return list(dict.fromkeys(text for each in self.reports for text in each.findings))
 
     @property
     def peak_memory_bytes(self) -> int:
         """Peak memory of the run in bytes."""
+        setups = (each.part(0, SETUP) for each in self.reports)
+        return max(counts.peak_memory_bytes for counts in (*setups, *self.phases.values()))
+
+    @property
+    def side_stream_pools_bytes(self) -> int:
+        """Bytes that the allocator reserves for streams other than the default stream."""
+        return max(each.side_pools for each in self.reports)
+
+    @property
+    def micro_batch_elementwise_bytes(self) -> float:
+        """Bytes moved by a micro-batch outside matmuls."""
         return max(
-            [self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())]
+            each.micro_batch(each.part(PLAIN_STEP, STEP)).elementwise_bytes for each in self.reports
         )
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs divided by the FLOPs possible at the device's peak in `modelled_seconds`."""
+        possible = self.modelled_seconds * self.planned.peak_flops
+        return self.planned.model_flops / possible if possible else 0.0
+
+    @cached_property
+    def modelled_seconds(self) -> float:
+        """Modelled time of a step without periodic work on the slowest rank, including its wait for
+        other stages.
+
+        As in a plan (parallel/plan/step_time.py), gradient reduction overlaps with the backward
+        pass of the last micro-batch. Weight gathering overlaps with the forward pass of the first
+        micro-batch.
+        """
+        slowest, parallel = 0.0, self.reports[0].scenario.config.parallel
+        passes: dict[int, float] = {}
+        for report in self.reports:
+            computing, optimizer = report.phases[STEP], report.phases[OPTIMIZER]
+            each = report.micro_batch(computing)
+            both = computing.add(optimizer)
+            seconds = both.exposed_seconds
+            for kind, share in (("gradients", BACKWARD), ("weights", 1 - BACKWARD)):
+                seconds += max(0.0, both.sending.get(kind, 0.0) - share * each.kernel_seconds)
+            slowest = max(slowest, seconds)
+            stage = report.rank * parallel.pipeline // self.planned.gpus
+            passes[stage] = max(each.exposed_seconds, passes.get(stage, 0.0))
+        waiting = (sum(passes.values()) - max(passes.values())) / parallel.virtual_pipeline
+        return slowest + waiting
+
+    @property
+    def error(self) -> str | None:
+        """Message on the first failure: an error and its source line, running out of memory,
+        unordered accesses or a hang. None if the run would succeed."""
+        for each in self.reports:
+            if each.error is not None:
+                return f"rank {each.rank}: {each.error}"
+        device = self.planned.device
+        if self.peak_memory_bytes > device.room:
+            phase = max(self.phases, key=lambda name: self.phases[name].peak_memory_bytes)
+            return (
+                f"out of memory in {phase}: {gib(self.peak_memory_bytes)} GiB of tensors, but "
+                f"{device.name} has {gib(device.memory_bytes)} GiB, of which {RESERVE:.0%} is "
+                "reserved"
+            )
+        if self.findings:
+            return f"{len(self.findings)} unordered accesses, the first: {self.findings[0]}"
+        return f"ranks disagree: {self.mismatches[0]}" if self.mismatches else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the contents of the JSON file."""
-        phases = self.phases.items()
-        figures = {k: v for k, v in vars(self).items() if k not in ("setup", "microbatches")}
-        return (
-            {"ok": self.ok}
-            | figures
-            | {
-                "device": self.device.name,
-                "device_memory_bytes": self.device.memory_bytes,
-                "peak_memory_bytes": self.peak_memory_bytes,
-                "stream_order_findings": len(self.findings),
-                "phases": {name: counts.as_dict() for name, counts in phases},
-                "host_reads": {name: dict(c.host_reads.most_common()) for name, c in phases},
-                "synchronizations": {
-                    name: dict(c.synchronizations.most_common()) for name, c in phases
-                },
-                "roofline": asdict(self.device),
-            }
-        )
+        phases, device = self.phases.items(), self.planned.device
+        return {
+            "ok": self.error is None,
+            "gpus": self.planned.gpus,
+            "ranks": [each.rank for each in self.reports],
+            "device": device.name,
+            "error": self.error,
+            "phases": {name: counts.as_dict() for name, counts in phases},
+            "findings": self.findings,
+            "side_stream_pools_bytes": self.side_stream_pools_bytes,
+            "planned_memory_bytes": self.planned.memory.total,
+            "planned_seconds": self.planned.time.total,
+            "modelled_seconds": self.modelled_seconds,
+            "mfu": self.mfu,
+            "micro_batch_elementwise_bytes": self.micro_batch_elementwise_bytes,
+            "device_memory_bytes": device.memory_bytes,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "stream_order_findings": len(self.findings),
+            "host_reads": {name: dict(c.host_reads.most_common()) for name, c in phases},
+            "synchronizations": {
+                name: dict(c.synchronizations.most_common()) for name, c in phases
+            },
+            "roofline": asdict(device),
+        }
 
 
-def combined(
-    reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
-) -> Report:
-    """Combine the reports of all rehearsed ranks. `mismatches` is the result of
-    `matching.mismatches`."""
-    report = Report(world, [each.rank for each in reports], device)
-    report.phases = {name: Counts() for name in PHASES}
-    for each in reports:
-        report.setup = merged(report.setup, each.counts.get((0, SETUP), Counts()), max)
-        for name, counts in phases_of(each).items():
-            report.phases[name] = merged(report.phases[name], counts, max)
-        report.findings += [text for text in each.findings if text not in report.findings]
-        report.side_stream_pools_bytes = max(report.side_stream_pools_bytes, each.side_pools)
-        moved = micro_batch(each, each.counts.get((PLAIN_STEP, STEP), Counts())).elementwise_bytes
-        moved = max(moved, report.micro_batch_elementwise_bytes)
-        report.micro_batch_elementwise_bytes = moved
-        report.microbatches = each.scenario.rehearsed, each.scenario.microbatches
-    report.modelled_seconds = step_seconds(reports)
-    report.error = first_error(reports, report, mismatches)
-    return report
-
-
-def step_seconds(reports: Sequence[RankReport]) -> float:
-    """Return the modelled step time of the slowest rank, including its wait for other stages.
-
-    As in a plan (parallel/plan/step_time.py), gradient reduction overlaps with the backward pass of
-    the last micro-batch. Weight gathering overlaps with the forward pass of the first micro-batch.
-    """
-    slowest, parallel = 0.0, reports[0].scenario.config.parallel
-    passes: dict[int, float] = {}
-    for report in reports:
-        phases = phases_of(report)
-        computing, optimizer = phases["forward_backward"], phases["optimizer"]
-        each = micro_batch(report, computing)
-        both = computing.add(optimizer)
-        seconds = both.exposed_seconds
-        for kind, share in (("gradients", BACKWARD), ("weights", 1 - BACKWARD)):
-            seconds += max(0.0, both.sending.get(kind, 0.0) - share * each.kernel_seconds)
-        slowest = max(slowest, seconds)
-        stage = report.rank * parallel.pipeline // report.world
-        passes[stage] = max(each.exposed_seconds, passes.get(stage, 0.0))
-    waiting = (sum(passes.values()) - max(passes.values())) / parallel.virtual_pipeline
-    return slowest + waiting
-
-
-def first_error(
-    reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
-) -> str | None:
-    """Return a message on the first failure: an error, running out of memory, unordered accesses or
-    a hang. Return None if there is no failure."""
-    for each in reports:
-        if each.error is not None:
-            return f"rank {each.rank}: {each.error}"
-    if report.peak_memory_bytes > report.device.room:
-        sizes = {name: counts.peak_memory_bytes for name, counts in report.phases.items()}
-        phase = max(sizes, key=lambda name: sizes[name])
-        return (
-            f"out of memory in {phase}: {gib(report.peak_memory_bytes)} GiB of tensors, but "
-            f"{report.device.name} has {gib(report.device.memory_bytes)} GiB, of which "
-            f"{RESERVE:.0%} is reserved"
-        )
-    if report.findings:
-        return f"{len(report.findings)} unordered accesses, the first: {report.findings[0]}"
-    return f"ranks disagree: {mismatches[0]}" if mismatches else None
-
-
-def phases_of(report: RankReport) -> dict[str, Counts]:
-    """Return one rank's counts by phase."""
-    last = report.scenario.config.train.last
-
-    def counts(step: int, name: str) -> Counts:
-        return report.counts.get((step, name), Counts())
-
-    plain = [counts(PLAIN_STEP, name) for name in ("forward_backward", "optimizer")]
-    looked = [counts(last, name) for name in ("forward_backward", "optimizer", "monitors")]
-    added = looked[0].add(looked[1]).add(looked[2]).add(plain[0], -1).add(plain[1], -1)
-    more = report.scenario.microbatches - report.scenario.rehearsed
-    phases = {
-        "forward_backward": plain[0].add(micro_batch(report, plain[0]), more),
-        "optimizer": plain[1],
-        "monitors": added,
-        "validation": counts(last, "validation"),
-        "checkpoint": counts(last, "checkpoint"),
-    }
-    for name in ("forward_backward", "optimizer"):
-        # From step 2 on, memory includes tensors that the monitors keep for comparison.
-        phases[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
-    return phases
-
-
-def micro_batch(report: RankReport, counts: Counts) -> Counts:
-    """Return the counts for one micro-batch.
-
-    This is the difference between the counts at the last forward pass and the counts one round of
-    forward passes earlier, divided by the number of micro-batches per round. If there is only one
-    round, `counts` is divided by the number of micro-batches instead.
-    """
-    stages = report.scenario.config.parallel.pipeline
-    round_of = stages * report.scenario.config.parallel.virtual_pipeline
-    if len(report.marks) <= round_of:
-        return Counts().add(counts, 1 / report.scenario.rehearsed)
-    return Counts().add(report.marks[-1].add(report.marks[-1 - round_of], -1), 1 / stages)
+def maxima(counts: Iterable[Counts]) -> Counts:
+    """Return the maximum of every count."""
+    return reduce(lambda one, other: merged(one, other, max), counts, Counts())
 
 
 def report_text(report: Report) -> str:
@@ -210,29 +171,33 @@ def report_text(report: Report) -> str:
         )
         for name, counts in report.phases.items()
     ]
+    planned, device = report.planned, report.planned.device
+    ranks = [each.rank for each in report.reports]
     lines = [
-        f"rehearsed rank {listed(report.ranks)} of {report.gpus} on {report.device.name}",
+        f"rehearsed rank {listed(ranks)} of {planned.gpus} on {device.name}",
         table(HEADER, rows, numbers=True),
-        f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB; "
-        f"planned {gib(report.planned_memory_bytes)} GiB; the allocator keeps "
+        f"peak memory {gib(report.peak_memory_bytes)} of {gib(device.memory_bytes)} GiB; "
+        f"planned {gib(planned.memory.total)} GiB; the allocator keeps "
         f"{gib(report.side_stream_pools_bytes)} GiB for side streams",
         "modelled step, for comparing layouts and rules: "
-        f"{1e3 * report.modelled_seconds:.4g} ms (planned: {1e3 * report.planned_seconds:.4g} ms), "
+        f"{1e3 * report.modelled_seconds:.4g} ms (planned: {1e3 * planned.time.total:.4g} ms), "
         f"MFU {report.mfu:.1%} (on published runs, the model is within 25%)",
         f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB outside matmuls",
     ]
-    rehearsed, microbatches = report.microbatches
-    if rehearsed < microbatches:
+    scenario = report.reports[0].scenario
+    if scenario.rehearsed < scenario.microbatches:
         lines.append(
-            f"{rehearsed} of {microbatches} micro-batches were rehearsed; the others are assumed "
-            "to be the same"
+            f"{scenario.rehearsed} of {scenario.microbatches} micro-batches were rehearsed; the "
+            "others are assumed to be the same"
         )
     plain = [report.phases[name] for name in (STEP, OPTIMIZER)]
     lines += waits("host reads", [counts.host_reads for counts in plain])
     lines += waits("other host waits", [counts.synchronizations for counts in plain])
     lines += [f"unordered: {finding}" for finding in report.findings[:SHOWN]]
     lines.append(
-        "passed: the run would succeed" if report.ok else f"the run would fail: {report.error}"
+        "passed: the run would succeed"
+        if report.error is None
+        else f"the run would fail: {report.error}"
     )
     return "\n".join(lines)
 
@@ -279,12 +244,7 @@ def rehearse(
     reports = perform([Job(config, world, rank, device, compiled) for rank in ranks])
     whole = len(ranks) == world and all(each.error is None for each in reports)
     different = mismatches({each.rank: each.calls for each in reports}) if whole else []
-    report = combined(reports, world, device, different)
-    report.planned_memory_bytes = planned.memory.total
-    report.planned_seconds = planned.time.total
-    if report.modelled_seconds:
-        report.mfu = planned.model_flops / (report.modelled_seconds * planned.peak_flops)
-    return report
+    return Report(planned, reports, different)
 
 
 def run(config: Config, options: argparse.Namespace) -> int:
@@ -312,7 +272,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
         Path(options.json).write_text(
             json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8"
         )
-    return 0 if report.ok else 1
+    return 0 if report.error is None else 1
 
 
 def chosen(config: Config, rank: int | None, world: int) -> list[int]:
