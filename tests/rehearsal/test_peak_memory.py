@@ -58,8 +58,11 @@ AXES = {
     "pipeline": (4, {"parallel__pipeline": 2}),
     "context": (4, {"parallel__context": 2}),
     "expert": (4, {"parallel__expert": 2}),
+    "bf16 gradients": (2, {"optimizer__distributed__gradient_dtype": "bf16"}),
 }
-QUICK = {("llama", "pipeline")}
+ONLY = {"expert": ("moe", "deepseek"), "bf16 gradients": ("llama",)}
+"""Families in which an axis is tested, if not in all."""
+QUICK = {("llama", "pipeline"), ("llama", "bf16 gradients")}
 """Cases that are not marked as slow. The other cases run the same code."""
 OFF = {
     ("gpt", "pipeline"): "the plan of its first stage is 6% below the peak",
@@ -76,10 +79,7 @@ def case(family: str, axis: str) -> Any:
 
 
 CASES = [
-    case(family, axis)
-    for family in FAMILIES
-    for axis in AXES
-    if axis != "expert" or "model__moe__experts" in FAMILIES[family]
+    case(family, axis) for family in FAMILIES for axis in AXES if family in ONLY.get(axis, FAMILIES)
 ]
 
 
