@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
 from models.families import mean_keys
-from parallel.plan.activation_costs import activation_traffic, stage_activations
+from parallel.plan.activation_costs import activation_traffic
 from parallel.plan.devices import ATTENTION, EXPLICIT_ATTENTION, product_seconds, varying_share
 from parallel.plan.step_shape import LayerWeight, Replicas, StepShape, layer_weights
 from parallel.storage.bucket_layout import default_step_groups
@@ -322,52 +322,3 @@ def optimizer_parts(
 def rule_seconds(shape: StepShape, flops: float) -> float:
     """Return the time of the rules' matmuls in seconds."""
     return flops / (shape.device.efficiency * shape.device.peak[shape.inputs.rule_operands])
-
-
-def least_permanent(shape: StepShape, stage: int) -> int:
-    """Return the bytes of weights, gradients and masters on a rank of a stage, excluding
-    padding."""
-    dense, experts = stage_elements(shape, stage)
-    itemsize = shape.inputs.dtype.itemsize
-    copies = shape.links("experts").size
-    master = 4 * (dense // shape.inputs.data + experts // copies) if itemsize < 4 else 0
-    return (dense + experts) * (itemsize + 4) + master
-
-
-def fits_at_best(shape: StepShape, room: int) -> bool:
-    """Return whether the minimum memory of every stage fits in `room` bytes per rank."""
-    return all(
-        least_permanent(shape, stage) + stage_activations(shape, stage) <= room
-        for stage in range(shape.inputs.pipeline)
-    )
-
-
-def least_seconds(shape: StepShape, owned_flops: float) -> float:
-    """Return a lower bound, in seconds, on the step time of any plan with this layout.
-
-    `owned_flops` are the FLOPs of the rules for all matrices. The bound splits these FLOPs evenly
-    across ranks.
-    """
-    times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
-    rules = rule_seconds(shape, owned_flops / shape.inputs.stage_ranks / shape.inputs.pipeline)
-    parts = [_parts(shape, stage, time) for stage, time in enumerate(times)]
-    optimizer = max(*parts, sum(parts) / len(parts) + rules)
-    slowest = max(stage.total for stage in times)
-    return shape.microbatches * slowest + bubble_seconds(shape, times) + optimizer
-
-
-def _parts(shape: StepShape, stage: int, time: StageTime) -> float:
-    """Return the time in seconds of a stage's optimizer phase, excluding rule matmuls and
-    exchange."""
-    dense, experts = stage_elements(shape, stage)
-    itemsize = shape.inputs.dtype.itemsize
-    sizes: dict[Replicas, int] = {"dense": dense, "experts": experts}
-    copies = {name: shape.links(name).size for name in sizes}
-    shares = {name: size * (copies[name] - 1) / copies[name] for name, size in sizes.items()}
-    load = OptimizerLoad(
-        flops=0.0,
-        elements=sum(size / copies[name] for name, size in sizes.items()),
-        gradients={name: 4 * share for name, share in shares.items()},
-        weights={name: itemsize * share for name, share in shares.items()},
-    )
-    return sum(optimizer_parts(shape, time, load))

@@ -14,10 +14,19 @@ from heapq import nsmallest
 from typing import Any, Final
 
 from models.families import declare_stage_units
+from parallel.plan.activation_costs import stage_activations
 from parallel.plan.devices import GIB, Device
 from parallel.plan.planner import Plan, StagePlan, assemble, completed, plan_stage
-from parallel.plan.step_shape import PlanInputs, StepShape
-from parallel.plan.step_time import fits_at_best, least_seconds
+from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
+from parallel.plan.step_time import (
+    OptimizerLoad,
+    StageTime,
+    bubble_seconds,
+    optimizer_parts,
+    rule_seconds,
+    stage_elements,
+    stage_time,
+)
 from training.assignments import config_assignments, config_units, unit_options
 from training.config import Config
 from training.config.checks import divisors, fits, holds, layout_checks, run_checks
@@ -227,6 +236,55 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
                             if gpus // pipeline % (expert * part) == 0:
                                 sizes = (tensor, pipeline, virtual, context, expert, part)
                                 yield dict(zip(AXES, sizes, strict=True))
+
+
+def least_permanent(shape: StepShape, stage: int) -> int:
+    """Return the bytes of weights, gradients and masters on a rank of a stage, excluding
+    padding."""
+    dense, experts = stage_elements(shape, stage)
+    itemsize = shape.inputs.dtype.itemsize
+    copies = shape.links("experts").size
+    master = 4 * (dense // shape.inputs.data + experts // copies) if itemsize < 4 else 0
+    return (dense + experts) * (itemsize + 4) + master
+
+
+def fits_at_best(shape: StepShape, room: int) -> bool:
+    """Return whether the minimum memory of every stage fits in `room` bytes per rank."""
+    return all(
+        least_permanent(shape, stage) + stage_activations(shape, stage) <= room
+        for stage in range(shape.inputs.pipeline)
+    )
+
+
+def least_seconds(shape: StepShape, owned_flops: float) -> float:
+    """Return a lower bound, in seconds, on the step time of any plan with this layout.
+
+    `owned_flops` are the FLOPs of the rules for all matrices. The bound splits these FLOPs evenly
+    across ranks.
+    """
+    times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
+    rules = rule_seconds(shape, owned_flops / shape.inputs.stage_ranks / shape.inputs.pipeline)
+    parts = [least_optimizer_seconds(shape, stage, time) for stage, time in enumerate(times)]
+    optimizer = max(*parts, sum(parts) / len(parts) + rules)
+    slowest = max(stage.total for stage in times)
+    return shape.microbatches * slowest + bubble_seconds(shape, times) + optimizer
+
+
+def least_optimizer_seconds(shape: StepShape, stage: int, time: StageTime) -> float:
+    """Return the time in seconds of a stage's optimizer phase, excluding rule matmuls and
+    exchange."""
+    dense, experts = stage_elements(shape, stage)
+    itemsize = shape.inputs.dtype.itemsize
+    sizes: dict[Replicas, int] = {"dense": dense, "experts": experts}
+    copies = {name: shape.links(name).size for name in sizes}
+    shares = {name: size * (copies[name] - 1) / copies[name] for name, size in sizes.items()}
+    load = OptimizerLoad(
+        flops=0.0,
+        elements=sum(size / copies[name] for name, size in sizes.items()),
+        gradients={name: 4 * share for name, share in shares.items()},
+        weights={name: itemsize * share for name, share in shares.items()},
+    )
+    return sum(optimizer_parts(shape, time, load))
 
 
 def search_table(variants: list[Variant]) -> str:

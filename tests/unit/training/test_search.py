@@ -6,14 +6,20 @@ from dataclasses import replace
 import pytest
 
 from parallel.plan.devices import DEVICES
-from parallel.plan.step_time import fits_at_best, least_seconds
 from tests.paths import ROOT
 from tests.slow_cases import slow_but
 from training.config import check, load_config
 from training.dry_run import plan_run
 from training.errors import ConfigError
 from training.planning import layout_search
-from training.planning.layout_search import Layouts, best_layouts, changed, legal_layouts
+from training.planning.layout_search import (
+    Layouts,
+    best_layouts,
+    changed,
+    fits_at_best,
+    least_seconds,
+    legal_layouts,
+)
 from training.planning.plan_commands import combined, fit, remedies, remedy_table
 
 KEYS = ["model.vocab_size=4096", "train.precision=bf16", "train.sequence_length=1024"]

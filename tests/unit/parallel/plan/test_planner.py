@@ -20,7 +20,7 @@ from parallel.plan.planner import (
     state_of_matrix,
 )
 from parallel.plan.step_shape import PlanInputs, StepShape
-from parallel.plan.step_time import least_permanent, stage_elements
+from parallel.plan.step_time import stage_elements
 from spectral.rules import RULES
 from spectral.singular_triplets import NEARBY
 from tests.paths import ROOT
@@ -28,6 +28,7 @@ from tests.stepped_models import assign_to
 from tests.tiny_families import MODELS, tiny_model
 from training.assignments import assignments, config_assignments, config_units
 from training.config import group_of, load_config
+from training.planning.layout_search import least_permanent
 
 RECIPES = [
     f"{size}_{rule}" for size in ("llama271m", "llama1b") for rule in ("adamw", "muon", "sso")

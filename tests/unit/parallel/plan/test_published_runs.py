@@ -7,10 +7,10 @@ import pytest
 from models.config import ModelConfig
 from parallel.plan.devices import DEVICES, GIB
 from parallel.plan.step_shape import PlanInputs, StepShape
-from parallel.plan.step_time import least_seconds
 from tests.paths import ROOT
 from training.config import load_config
 from training.dry_run import plan_run
+from training.planning.layout_search import least_seconds
 
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "kv_heads": 8}
 RUNS: dict[str, tuple[ModelConfig, dict[str, Any], str, int, dict[str, Any]]] = {
