@@ -245,7 +245,7 @@ def least_permanent(shape: StepShape, stage: int) -> int:
     itemsize = shape.inputs.dtype.itemsize
     copies = shape.links("experts").size
     master = 4 * (dense // shape.inputs.data + experts // copies) if itemsize < 4 else 0
-    return (dense + experts) * (itemsize + 4) + master
+    return (dense + experts) * (itemsize + shape.inputs.gradient_bytes) + master
 
 
 def fits_at_best(shape: StepShape, room: int) -> bool:
@@ -281,7 +281,7 @@ def least_optimizer_seconds(shape: StepShape, stage: int, time: StageTime) -> fl
     load = OptimizerLoad(
         flops=0.0,
         elements=sum(size / copies[name] for name, size in sizes.items()),
-        gradients={name: 4 * share for name, share in shares.items()},
+        gradients={name: shape.inputs.gradient_bytes * share for name, share in shares.items()},
         weights={name: itemsize * share for name, share in shares.items()},
     )
     return sum(optimizer_parts(shape, time, load))

@@ -61,6 +61,15 @@ def test_no_random_layout_is_faster_than_the_best(recipe, memory, monkeypatch):
     assert fitting >= 20
 
 
+def test_bounds_include_gradients_in_bfloat16():
+    """On slow links, the time to reduce gradients is not hidden by the backward pass."""
+    keys = ["optimizer.distributed.gradient_dtype=bf16", "train.micro_batch=1"]
+    layouts = layouts_of("tiny_muon", 16, *keys, node_rate=1e6, network_rate=1e6)
+    planned, shape = layouts.plan({}), layouts.shape({})
+    assert fits_at_best(shape, planned.memory.total)
+    assert least_seconds(shape, layouts.owned_flops()) <= planned.time.total
+
+
 @pytest.mark.parametrize(
     ("recipe", "override"),
     [("tiny_sso", "model.layers=8"), ("tiny_muon_pc", "model.tie_embeddings=true"),

@@ -210,6 +210,7 @@ LAYOUTS: list[dict[str, int]] = [
     {"data": 2, "tensor": 2, "pipeline": 2},
     {"data": 4, "expert": 2},
     {"data": 4, "tensor": 2, "expert": 4, "expert_tensor": 2},
+    {"data": 2, "gradient_bytes": 2},
 ]
 
 
