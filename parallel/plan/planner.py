@@ -51,7 +51,7 @@ class StagePlan:
     sent               bytes sent by a rank per step, by kind of communication
     reduced, gathered  bytes sent by a rank in reduce-scatters and all-gathers, by domain
     sent_max           total bytes sent by a rank per step, excluding the Gram penalty
-    sent_adamw         `sent_max` for AdamW with ZeRO-1 on the same ranks, excluding padding
+    sent_adamw         `sent_max` for AdamW with ZeRO-1 and the same gradient dtype, without padding
     state_max          maximum bytes of master weights and state per rank
     state_mean         mean bytes of master weights and state per rank
     memory             memory of a rank
@@ -410,7 +410,8 @@ class _Placed:
         self.elements = layout.numel // data
         stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_by_owners)
         self.master = 4 * stepped // data if itemsize < 4 else 0
-        self.sent_adamw = (layout.numel - layout.padding) * (4 + itemsize) * (data - 1) // data
+        sent = inputs.gradient_bytes + itemsize  # per element
+        self.sent_adamw = (layout.numel - layout.padding) * sent * (data - 1) // data
 
 
 @lru_cache(maxsize=1024)

@@ -131,6 +131,12 @@ def test_an_owner_has_a_buffer_for_the_parts_of_the_other_rank(owner):
     assert plan.transient(owners) == expected and min(held) > 0
 
 
+def test_adamw_is_compared_with_the_same_gradient_dtype():
+    units, assign, _ = case("llama1b_adamw")
+    stage = plan_stage([units], assign, PlanInputs(data=8, gradient_bytes=2))
+    assert stage.sent_ratio == pytest.approx(1.0, rel=0.01)
+
+
 def ten_tokens(model, **inputs):
     """Return the shape of a step with one micro-batch of ten tokens on two tensor-parallel
     ranks."""
