@@ -178,6 +178,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         rule_operands=rule_operands(config),
         gradient_bytes=DTYPES[distributed.gradient_dtype or "fp32"].itemsize,
         exchange_bytes=exchange_dtype(config).itemsize,
+        momentum_bytes=DTYPES[distributed.momentum_dtype or "fp32"].itemsize,
         placement=distributed.placement,
         step_groups=distributed.step_groups,
     )

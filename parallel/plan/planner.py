@@ -332,7 +332,7 @@ class DomainPlan:
     def state(self, owners: Owners) -> np.ndarray:
         """Return the bytes of optimizer state on each rank."""
         shards = self.bucket_layout.shard_elements(
-            (unit, element_state_bytes(self.assigned[unit.name].rule))
+            (unit, element_state_bytes(self.assigned[unit.name].rule, self.inputs.momentum_bytes))
             for unit in self.units[0]
             if self.assigned[unit.name].pc is None
         )
@@ -340,7 +340,7 @@ class DomainPlan:
         for name, assigned in self.assigned.items():
             shape = self.whole[name].shape
             if assigned.pc is not None:
-                state[owners[name]] += pc_bytes(assigned, shape)
+                state[owners[name]] += pc_bytes(assigned, shape, self.inputs.momentum_bytes)
             elif assigned.has_owner:
                 state[owners[name]] += owned_state_bytes(assigned.rule, shape)
         return state
@@ -431,7 +431,7 @@ def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
+def pc_bytes(assigned: Assignment, shape: tuple[int, ...], momentum_bytes: int = 4) -> int:
     """Return the bytes stored by the owner of a PC layer.
 
     These are W, all of the rule's state, the tracked singular vectors, and gamma with its state and
@@ -440,6 +440,7 @@ def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
     assert assigned.pc is not None
     rows, cols = shape
     size = 4 * (rows * cols + rows + cols + 2) + sum(state_of_matrix(assigned.rule, shape).values())
+    size -= (4 - momentum_bytes) * rows * cols * len(assigned.rule.elementwise_state)
     rule = assigned.pc.gamma_rule
     if rule is not None:
         gamma = rule.init_state(torch.empty(1, 1, device="meta"))
@@ -448,9 +449,9 @@ def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def element_state_bytes(rule: Rule) -> int:
-    """Return the bytes of a rule's float32 state per shard element."""
+def element_state_bytes(rule: Rule, momentum_bytes: int = 4) -> int:
+    """Return the bytes of a rule's state per shard element."""
     if rule.whole_matrix:
-        return 4 * len(rule.elementwise_state)
+        return momentum_bytes * len(rule.elementwise_state)
     short, long = (rule.init_state(torch.empty(1, n, device="meta")) for n in (1, 2))
     return sum(long[name].nbytes - short[name].nbytes for name in short)

@@ -138,6 +138,7 @@ class PlanInputs(Layout):
     rule_operands    operand type of the rules' matmuls, a key of `Device.peak`
     gradient_bytes   bytes per element in which gradients are accumulated and reduced
     exchange_bytes   bytes per element in which momentum and updates are sent
+    momentum_bytes   bytes per element in which whole-matrix rules store momentum
     step_groups      see `BucketLayout.step_groups`
     """
 
@@ -151,6 +152,7 @@ class PlanInputs(Layout):
     rule_operands: str = "fp32"
     gradient_bytes: int = 4
     exchange_bytes: int = 2
+    momentum_bytes: int = 4
     placement: Strategy = "auto"
     step_groups: int | None = None
 

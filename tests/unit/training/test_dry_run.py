@@ -13,7 +13,7 @@ from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.small_recipes import every_recipe
 from training.config import load_config
-from training.dry_run import rule_operands
+from training.dry_run import rule_operands, step_shape
 from training.planning.plan_commands import dry_run
 
 SCREEN = 60
@@ -238,3 +238,10 @@ def test_a_run_that_ends_early_is_planned_up_to_its_last_step(tmp_path, capsys):
     assert end[0].startswith("after step 11 of 20 (train.exit_step): tokens, FLOPs, times")
     assert "11 steps" in shown["run"]["whole run"][0] and whole["gpu_hours"] > 0
     assert (shown, planned) == (expected, whole)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4), ("null", 4)])
+def test_gradients_and_momentum_are_planned_in_their_dtypes(dtype, size, tmp_path):
+    keys = {f"optimizer__distributed__{name}_dtype": dtype for name in ("gradient", "momentum")}
+    inputs = step_shape(tiny_config(str(tmp_path), "muon", **keys), 1).inputs
+    assert (inputs.gradient_bytes, inputs.momentum_bytes) == (size, size)

@@ -131,6 +131,17 @@ def test_an_owner_has_a_buffer_for_the_parts_of_the_other_rank(owner):
     assert plan.transient(owners) == expected and min(held) > 0
 
 
+@pytest.mark.parametrize("name", ["llama271m_muon", "llama271m_muon_pc"])
+def test_momentum_in_bfloat16_takes_half_the_bytes(name):
+    """Both in shards and at the owners of PC layers."""
+    units, assign, _ = case(name)
+    wide, narrow = (
+        plan_stage([units], assign, PlanInputs(data=1, momentum_bytes=size)).memory.state
+        for size in (4, 2)
+    )
+    assert wide - narrow == 2 * sum(u.numel for u in units if assign(u).whole_matrix)
+
+
 def test_adamw_is_compared_with_the_same_gradient_dtype():
     units, assign, _ = case("llama1b_adamw")
     stage = plan_stage([units], assign, PlanInputs(data=8, gradient_bytes=2))
