@@ -364,7 +364,7 @@ class KnownWeights:
             sequential, later = isinstance(module, nn.Sequential), words.after(module, name)
             if sequential and (cut := (PARTS | AXES).intersection(later)):
                 return _divider(module, cut)
-            if type(module).forward is nn.Module.forward or (sequential and ends):
+            if getattr(type(module), "forward", None) is nn.Module.forward or (sequential and ends):
                 continue  # a container whose parent uses the outputs
             if inner:
                 later = [*takewhile(lambda word: word[0] != ".", later)]  # until the next child

@@ -830,6 +830,17 @@ def not_imported(m: Any, x: Tensor) -> Tensor:
     return m.out(save(m.wide(x)))
 
 
+class Scripted(torch.jit.ScriptModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = linear(8, 8), linear(4, 8)
+
+    @torch.jit.script_method
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.wide(x).chunk(2, -1)
+        return self.out(y * z)
+
+
 def inherited() -> nn.Module:
     """Return a module whose class calls the forward method of its base class."""
     base = type(branch(called(gated)))
@@ -872,6 +883,7 @@ CONVOLUTIONS = {"wide": nn.Conv2d(8, 8, 1), "out": nn.Conv2d(8, 8, 1)}
         branch(lambda m, x: m.out(m.wide(x).index_select(1, m.places).repeat(1, 2))),
         branch(imported),
         inherited(),
+        Scripted(),
         followed(Gated(), linear(8, 8)),
         # Functions of torch, whose code is not read.
         followed(nn.GLU(), linear(4, 8)),
