@@ -122,7 +122,8 @@ class Columns:
                 self.end, self.end + len(pairs), pairs, frozenset(one | two), terms
             )
             self.records.append(self.sums[key])
-            for use in one ^ two:
+            shifts = terms and (len(a) == 1) != (len(b) == 1)  # the same score for each column
+            for use in one ^ two if not shifts else ():
                 use.joined |= two if use in one else one
         return high.masked_scatter(both, (inverse + self.sums[key].start).double())
 

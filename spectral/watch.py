@@ -190,7 +190,7 @@ class Origin(IntEnum):
     POSITIONS = 0
     EXAMPLE = 1  # the example's values
     ACTIVATIONS = 2  # values computed from the example, or random values
-    SCALARS = 3  # scalar parameters, or a layer's only output
+    SCALARS = 3  # scalar parameters, a layer's only output, or scores of vectors
     PARAMETERS = 4
 
 
@@ -786,6 +786,9 @@ class Watch(TorchDispatchMode):
         if not layer and prod(out.shape[:-2]) == 1 and self.facts(right).is_product:
             self._hide([right], "a matmul with a product of two weights")
         depthwise = self._take(left, right, out, weight, layer)
+        scores = not layer and all(t in self.columns for t in (left, right))
+        if scores and out not in self.columns:  # a head's outputs may be added to them
+            self.facts(out).origin = Origin.SCALARS
         if weight is not None and weight.ndim > 1:
             self._give(weight, int(weight is not right), out, depthwise)
 

@@ -555,6 +555,21 @@ def a_head_whose_outputs_are_scaled_and_added(m: Any, x: Tensor) -> Any:
     return (m.head(m.inner(x).relu()) * m.gain).sum(-1)
 
 
+COPIED = {
+    "one token": lambda q, k: q @ k.mT @ F.one_hot(torch.arange(9) % 4, 4).float(),
+    "the tokens of each query": lambda q, k: torch.zeros(len(q), 9, 4).scatter_add(
+        -1, (torch.arange(9) % 4).expand(len(q), 9, -1), (q @ k.mT).softmax(-1)
+    ),
+    "no token": lambda q, k: (q * k).sum(-1, keepdim=True),
+}
+"""Scores of tokens that are added to a head's outputs, as in pointer networks."""
+for name, copied in COPIED.items():
+
+    @case("q 12 8 =, k 12 8 =, head 12 4 -", name=f"a head and copies of {name}")
+    def a_head_and_copies(m: Any, x: Tensor, copied: Any = copied) -> Any:
+        return m.head(x) + copied(m.q(x), m.k(x))
+
+
 @case("a 12 6 =, b 12 6 =, out 6 4 -")
 def a_mean_of_layers(m: Any, x: Tensor) -> Any:
     return m.out(torch.stack([m.a(x), m.b(x)], -1).mean(-1))
