@@ -203,9 +203,12 @@ class Facts:
     is_active: bool = False  # whether the values depend on the example, unlike a computed weight
     is_product: bool = False  # whether parameters alone are multiplied: a table's rows, or a weight
     scaled: frozenset[Use] = frozenset()  # weights combined with activations or with each other
+    is_softmax: bool = False  # whether the values are computed elementwise from a softmax
     vector: str = ""  # the name of the vector that the values belong to
     factors: "Sequence[Side]" = ()  # of a * b
     terms: "Sequence[Side]" = ()  # of f(a + b)
+    # Columns and axes of the vectors whose inner products the values are computed from.
+    scored: frozenset[tuple[Tensor, frozenset[int]]] = frozenset()
     # For a maximum or its index: the columns, and whether only a comparison chooses among them.
     chosen: tuple[Tensor, bool] | None = None
 
@@ -386,6 +389,7 @@ class Watch(TorchDispatchMode):
             origin = Origin.SCALARS
         active = tracked or any(facts.is_active for facts in known)
         scaled = frozenset[Use]().union(*(facts.scaled for facts in known))
+        scored = frozenset[Any]().union(*(facts.scored for facts in known))
         if name in PRODUCTS or name == "convolution":
             layer = any(self.facts(t).is_parameter for t in operands if t.ndim > 1)
             for use in [] if layer else scaled:
@@ -400,6 +404,7 @@ class Watch(TorchDispatchMode):
         for facts in map(self.facts, results):
             facts.factors = () if replaced else facts.factors
             facts.scaled |= scaled
+            facts.scored |= scored if name not in (*PRODUCTS, "convolution") else frozenset()
             facts.origin = max(origin, Origin.ACTIVATIONS) if origin or random else facts.origin
             facts.is_active |= active
 
@@ -437,6 +442,8 @@ class Watch(TorchDispatchMode):
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns `tensors` or, if `loss`, that the tensors enter a loss."""
         for t in filter(is_strided, tensors):
+            for vectors, axes in self.facts(t).scored if t.numel() > 1 and not loss else ():
+                self.numbers.consume(vectors, axes, INNER)
             for use in self.numbers.beneath(columns := self.columns.read(t)):
                 term = loss or (columns is not None and self._is_statistic(columns))
                 use.in_loss, use.returned = use.in_loss or term, use.returned or not term
@@ -447,6 +454,7 @@ class Watch(TorchDispatchMode):
         whole = [side for side in sides if side.tensor.shape == out.shape]
         distinct, full, result = self._distinct(sides), whole or sides, self.facts(out)
         self._choose_weights(name, sides, out)
+        result.is_softmax |= name.endswith("softmax") or any(s.facts.is_softmax for s in sides)
         nothing = out.new_empty(0)  # activations must not be kept alive
         kept = [s if s.tensor in self.weights else s._replace(tensor=nothing) for s in sides]
         if name == "mul" and len(sides) == 2:
@@ -634,6 +642,9 @@ class Watch(TorchDispatchMode):
             viewed = len(sides[0].shape) != source.ndim
             if sums and axes and not viewed and self._inner(sides, axes):
                 return
+            if not viewed and self._are_scored(sides, axes):
+                vectors = (s.columns for s in sides if s.columns is not None)
+                self.facts(out).scored |= {(v, frozenset(axes)) for v in vectors if v.numel() > 1}
             for factor in [columns] if viewed else [side.columns for side in sides]:
                 if factor is not None and self._is_headwise(factor, axes):
                     self.numbers.consume(factor, axes, PRODUCT)
@@ -697,6 +708,24 @@ class Watch(TorchDispatchMode):
         for side in sides if inner else ():
             self.numbers.consume(side.columns, axes, INNER)
         return inner
+
+    def _are_scored(self, sides: Sequence[Side], axes: set[int]) -> bool:
+        """Return whether a sum of an elementwise product may score one vector by another.
+
+        The vectors are outputs of layers or rows of embeddings, but not probabilities. The scores
+        are inner products if the model returns them instead of a loss.
+        """
+        first, second = (side.facts for side in sides)
+        made = (
+            side.columns is not None
+            or (
+                side.facts.origin == Origin.PARAMETERS
+                and not side.facts.is_parameter
+                and any(n > 1 for axis, n in enumerate(side.shape) if axis not in axes)
+            )
+            for side in sides
+        )
+        return first is not second and all(made) and not (first.is_softmax or second.is_softmax)
 
     def _is_outer(self, columns: Tensor, constant: list[int], axes: set[int]) -> bool:
         """Return whether one term of the sums changes along `axes` but not along `constant`."""

@@ -555,6 +555,42 @@ def a_head_whose_outputs_are_scaled_and_added(m: Any, x: Tensor) -> Any:
     return (m.head(m.inner(x).relu()) * m.gain).sum(-1)
 
 
+SCORED = {
+    "a sum of products": lambda a, b: (a * b).sum(-1),
+    "a cosine": lambda a, b: F.cosine_similarity(a, b, dim=-1),
+    "a probability": lambda a, b: ((a * b).mean(-1) + 1).sigmoid(),
+}
+"""Scores of pairs of vectors, as returned by recommenders."""
+for name, scored in SCORED.items():
+
+    @case("first 12 8 =, user 8 6 =, item 12 6 =", name=f"two towers and {name}")
+    def two_towers(m: Any, x: Tensor, scored: Any = scored) -> Any:
+        return scored(m.user(m.first(x).relu()), m.item(x))
+
+    @case("first 12 8 =, user 8 6 =", name=f"a tower and {name}", table=nn.Embedding(7, 6))
+    def a_tower(m: Any, x: Tensor, scored: Any = scored) -> Any:
+        rows = m.table(torch.arange(x.shape[1]) % 7).expand(len(x), -1, -1)  # no function of x
+        return torch.stack([scored(m.user(m.first(x).relu()), rows)], -1)
+
+    @case("first 12 8 =, both 8 6 =", name=f"a tower of both inputs and {name}")
+    def a_tower_of_both_inputs(m: Any, x: Tensor, scored: Any = scored) -> Any:
+        return scored(m.both(m.first(x).relu()), m.both(m.first(x.flip(1)).relu()))
+
+
+UNSCORED = {
+    "an entropy": lambda y: (y.softmax(-1) * y.log_softmax(-1)).sum(-1),
+    "the output of an action": lambda y: (y * F.one_hot(torch.arange(9) % 4, 4)).sum(-1),
+    "a squared norm": lambda y: (y * y).sum(-1),
+    "a loss": lambda y: (y * y.flip(1)).sum(-1).mean(),
+}
+for name, scored in UNSCORED.items():
+
+    @case("first 12 8 =, head 8 4 -", name=f"a head and {name}")
+    def a_head_and_a_sum(m: Any, x: Tensor, scored: Any = scored) -> Any:
+        y = m.head(m.first(x).relu())
+        return y, scored(y)
+
+
 COPIED = {
     "one token": lambda q, k: q @ k.mT @ F.one_hot(torch.arange(9) % 4, 4).float(),
     "the tokens of each query": lambda q, k: torch.zeros(len(q), 9, 4).scatter_add(
