@@ -180,7 +180,10 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         exchange_bytes=exchange_dtype(config).itemsize,
         momentum_bytes=DTYPES[distributed.momentum_dtype or "fp32"].itemsize,
         placement=distributed.placement,
+        tensor_mode=distributed.tensor_mode,
         step_groups=distributed.step_groups,
+        overlap_reduce=distributed.overlap_reduce,
+        overlap_gather=distributed.overlap_gather,
     )
     return StepShape(
         model=config.model,

@@ -16,6 +16,7 @@ import torch
 from models.families import declare_stage_units
 from models.units import Unit
 from parallel.optimizer.routing import Assign, Assignment, unit_work
+from parallel.optimizer.unit_transfer import shardwise
 from parallel.plan.activation_costs import Memory, Traffic, activation_traffic, stage_activations
 from parallel.plan.devices import Device
 from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
@@ -280,10 +281,8 @@ class DomainPlan:
     """
 
     def __init__(self, units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> None:
-        self.units = units
         self.inputs = inputs
-        self.whole = {unit.name: unit for members in units for unit in members}
-        self.assigned = {name: assign(unit) for name, unit in self.whole.items()}
+        self._set_units(units, assign)
 
         def of(unit: Unit) -> Assignment:
             return self.assigned[unit.name]
@@ -293,8 +292,15 @@ class DomainPlan:
             parameter_bytes=inputs.dtype.itemsize,
             preconditioned=lambda unit: of(unit).pc is not None,
         ).layout(units[0])
-        self.works = unit_work(units, self.bucket_layout, of)
+        if inputs.tensor_mode == "shardwise":
+            self._set_units(shardwise(units, lambda unit: of(unit).whole_matrix), assign)
+        self.works = unit_work(self.units, self.bucket_layout, of)
         self.stepped = [work for work in self.works if self.assigned[work.name].has_owner]
+
+    def _set_units(self, units: Sequence[Sequence[Unit]], assign: Assign) -> None:
+        self.units = units
+        self.whole = {unit.name: unit for members in units for unit in members}
+        self.assigned = {name: assign(unit) for name, unit in self.whole.items()}
 
     def sent(self, owners: Owners) -> dict[str, np.ndarray]:
         """Return the bytes sent by each rank per step, by kind of communication.

@@ -14,6 +14,7 @@ from models.families import FAMILIES
 from models.layout import ChunkSpec, Layout
 from models.units import Unit, units_of_domain
 from parallel.comm.groups import chunk_specs
+from parallel.optimizer.unit_transfer import TensorMode
 from parallel.plan.devices import Device, Links
 from spectral.batching import grouped
 from spectral.sharded.placement import Strategy
@@ -139,7 +140,10 @@ class PlanInputs(Layout):
     gradient_bytes   bytes per element in which gradients are accumulated and reduced
     exchange_bytes   bytes per element in which momentum and updates are sent
     momentum_bytes   bytes per element in which whole-matrix rules store momentum
+    tensor_mode      see `TensorMode`
     step_groups      see `BucketLayout.step_groups`
+    overlap_reduce   whether reduce-scatters overlap with the backward pass
+    overlap_gather   whether all-gathers overlap with the forward pass
     """
 
     data: int
@@ -154,7 +158,10 @@ class PlanInputs(Layout):
     exchange_bytes: int = 2
     momentum_bytes: int = 4
     placement: Strategy = "auto"
+    tensor_mode: TensorMode = "owner"
     step_groups: int | None = None
+    overlap_reduce: bool = True
+    overlap_gather: bool = True
 
     @property
     def stage_ranks(self) -> int:

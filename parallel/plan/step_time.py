@@ -4,7 +4,8 @@ The time of a matmul is its FLOPs divided by the achievable FLOP/s for its shape
 other operation is its bytes divided by the copy rate, but at least the launch time. The time of
 communication is its bytes divided by the bandwidth of the slowest link. Activation communication
 does not overlap with computation. Gradient reduce-scatters overlap with the last micro-batch's
-backward pass, and weight all-gathers overlap with the first micro-batch's forward pass.
+backward pass, and weight all-gathers overlap with the first micro-batch's forward pass, unless the
+config disables the overlap.
 """
 
 from collections.abc import Mapping, Sequence
@@ -309,10 +310,12 @@ def optimizer_parts(
         return sum(links[d].seconds(size, links[d].ring_across) for d, size in sizes.items())
 
     reduced, gathered = ring(load.gradients), ring(load.weights)
-    groups = shape.inputs.step_groups or default_step_groups(int(load.elements))
+    inputs = shape.inputs
+    groups = inputs.step_groups or default_step_groups(int(load.elements))
     return (
-        max(0.0, reduced - time.backward) + pipeline.seconds(load.tied, pipeline.ends_across),
-        max(0.0, gathered - time.forward),
+        max(0.0, reduced - time.backward * inputs.overlap_reduce)
+        + pipeline.seconds(load.tied, pipeline.ends_across),
+        max(0.0, gathered - time.forward * inputs.overlap_gather),
         stage.seconds(load.exchanged, stage.all_to_all_across, 2.0 * groups),
         rule_seconds(shape, load.flops)
         + (STEP_BYTES + MATRIX_BYTES * (load.flops > 0)) * load.elements / device.copy_rate,

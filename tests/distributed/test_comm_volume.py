@@ -9,19 +9,27 @@ from training.dry_run import plan_run
 
 RUNS = [
     {},
-    {"optimizer__distributed__placement": "ping_pong"},
+    {
+        "optimizer__distributed__placement": "ping_pong",
+        "optimizer__distributed__momentum_dtype": "bf16",
+    },
     {
         "train__precision": "bf16",
         "optimizer__qkv_units": "component",
         "optimizer__distributed__gradient_dtype": "bf16",
     },
-    {"pc__level": 4, "optimizer__distributed__exchange_dtype": "bf16"},
+    {
+        "pc__level": 4,
+        "optimizer__distributed__exchange_dtype": "bf16",
+        "optimizer__distributed__momentum_dtype": "bf16",
+    },
     {
         "gram_penalty__roles": "[q,o,down]",
         "optimizer__matrix__rule": "adamw",
         "train__precision": "bf16",
     },
     {"gram_penalty__power": 1, "pc__level": 2, "train__precision": "bf16"},
+    {"optimizer__distributed__tensor_mode": "shardwise"},
 ]
 TIED = {"model__tie_embeddings": "true", "optimizer__distributed__gradient_dtype": "bf16"}
 PENALTY = ("penalty weights", "penalty out", "penalty figures")

@@ -126,7 +126,10 @@ class Layouts:
 
     def owned_flops(self) -> float:
         """Return the FLOPs per step of the update rules, summed over all matrices that have an
-        owner."""
+        owner. With `tensor_mode` shardwise, which splits these matrices, return the lower bound 0.
+        """
+        if self.config.optimizer.distributed.tensor_mode == "shardwise":
+            return 0.0
         costs: dict[object, float] = {}
         total = 0.0
         for unit in config_units(self.config):

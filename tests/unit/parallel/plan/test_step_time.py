@@ -221,16 +221,18 @@ def test_virtual_stages_divide_the_bubble(pipeline):
         assert time.bubble / computing == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_gradients_hide_behind_backward_weights_behind_forward_and_every_exchange_waits(groups):
+@pytest.mark.parametrize(("groups", "overlap"), [(1, True), (4, True), (4, False)])
+def test_gradients_hide_behind_backward_weights_behind_forward_unless_the_overlap_is_off(
+    groups, overlap
+):
+    """Every exchange waits."""
     size, passes = 1e10, StageTime(forward=1e-3, backward=3e-3, recompute=0.0, sending={})
     load = OptimizerLoad(0.0, 0.0, {"dense": size}, {"dense": size}, size)
-    gradients, weights, exchange, _ = optimizer_parts(
-        shape(data=4, step_groups=groups), passes, load
-    )
+    options = {"step_groups": groups, "overlap_reduce": overlap, "overlap_gather": overlap}
+    gradients, weights, exchange, _ = optimizer_parts(shape(data=4, **options), passes, load)
     sending = size / H100.node_rate
-    assert gradients == pytest.approx(sending + H100.latency_seconds - passes.backward)
-    assert weights == pytest.approx(sending + H100.latency_seconds - passes.forward)
+    assert gradients == pytest.approx(sending + H100.latency_seconds - passes.backward * overlap)
+    assert weights == pytest.approx(sending + H100.latency_seconds - passes.forward * overlap)
     assert exchange == pytest.approx(sending + 2 * groups * H100.latency_seconds)
 
 
