@@ -131,3 +131,47 @@ def test_a_unit_that_is_refused_for_long_ends_the_run(interval, folder, world) -
     assert trainer.progress.step == {1: 3, 5: 5}[interval]
     assert caught.value.first_step == 1  # a rewind leaves out the samples of all these steps
     assert caught.value.samples == (0, trainer.progress.sample)
+
+
+def test_solves_that_miss_their_tolerance_are_counted_unless_the_step_is_skipped(folder, world):
+    rule = {"optimizer__rules__spectral_sphere__tolerance": 1e-9}
+    config = tiny_config(folder, "spectral_sphere", **SMALL, **rule)
+    trainer = build_trainer(config, world, *build_data(config))
+    weight = next(iter(trainer.model.parameters.values())).data
+    missed: list[int] = []
+    for step, poison in enumerate((False, True, False)):
+        sound = weight.clone()
+        if poison:
+            weight.fill_(torch.nan)
+        result = trainer.step(step)
+        trainer.spectral.record(result.active)
+        assert result.active.item() is not poison
+        if poison:
+            weight.copy_(sound)
+        reports = [report for _, report in trainer.optimizer.reports() if "converged" in report]
+        missed.append(sum(not report["converged"] for report in reports))
+    assert all(missed)
+    assert trainer.spectral.state()["unconverged"] == missed[0] + missed[2]
+    for _ in range(2):  # each report contains the count since the start of the run
+        assert trainer.spectral.summary()["spectral/unconverged"] == missed[0] + missed[2]
+
+
+@pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])
+def test_a_wrong_tracked_norm_is_corrected_and_counted(evaluator: str, folder, world) -> None:
+    config = tiny_config(folder, "muon", **SMALL, **PC[evaluator])
+    trainer = build_trainer(config, world, *build_data(config))
+    if evaluator == "materialized":
+        stack = trainer.optimizer.materialized[0]
+        weight, u, v = stack.weight[0], stack.u[0], stack.v[0]
+    else:
+        layer = trainer.model.in_graph[0]
+        weight, (u, v) = trainer.model.parameters[layer.units[0].parameter], layer.pair(0)
+        weight = layer.matrices(weight.detach())[0].float()
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    middle = len(values) // 2
+    u.copy_(left[:, middle])
+    v.copy_(right[middle])
+    for largest in (values[0] / values[middle], 1):
+        metrics = trainer.spectral.summary()
+        assert metrics["pc/domain/max"] == pytest.approx(float(largest), rel=1e-3)
+        assert metrics["pc/domain/outside"] == trainer.spectral.state()["outside"] == 1
