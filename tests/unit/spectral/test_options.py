@@ -205,9 +205,14 @@ def test_groups_refuse_misspelled_fields(name: str, field: str) -> None:
 
 
 def test_a_group_of_another_rule_has_the_rate_of_that_rule() -> None:
-    groups = [{"params": [weight(8, 12)]}, {"params": [weight(6, 4)], "rule": "spectral_sphere"}]
-    first, second = Muon(groups, lr=0.3).param_groups
-    assert first["lr"] == 0.3 and second["lr"] == DEFAULTS["spectral_sphere"]["lr"]
+    for lr in (0.3, torch.tensor(0.3)):
+        groups = [
+            {"params": [weight(8, 12)]},
+            {"params": [weight(6, 4)], "rule": "spectral_sphere"},
+        ]
+        first, second = Muon(groups, lr=lr).param_groups
+        assert first["lr"] == lr and second["lr"] == DEFAULTS["spectral_sphere"]["lr"]
+        assert type(second["lr"]) is type(lr)
 
 
 def test_a_copy_gives_its_options_to_later_groups() -> None:
