@@ -499,7 +499,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
 
     def _all_ranks(self, parameters: Sequence[Tensor]) -> "RankGroup | None":
-        """Return all ranks that share any parameter, or None."""
+        """Return all ranks that hold a copy or a shard of a parameter, or None."""
         if self._replicas is None and not any(map(is_dtensor, parameters)):
             return None
         from .sharded.ranks import ranks_of

@@ -47,8 +47,8 @@ class FileInput:
 
     @property
     def kind(self) -> str:
-        """The file's suffix without any compression suffix. Every format with one row per line
-        counts as `.jsonl`."""
+        """The file's suffix, ignoring a compression suffix. For every format with one row per
+        line, the suffix is `.jsonl`."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
         kind = match["kind"] or ".parquet"

@@ -121,8 +121,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def arguments(
     kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of tensors among an operation's arguments: the tensors that the operation
-    reads, and the tensors that it writes."""
+    """Return the tensor arguments that an operation reads, and those that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
