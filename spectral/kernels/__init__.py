@@ -36,9 +36,8 @@ def mirrors(stacks: Sequence[Tensor]) -> bool:
 
 
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
-    """Compute `P Q + a I` `[batch, n, n]` for symmetric, commuting `p` and `q`, such as polynomials
-    of the same matrix.
-    """
+    """Compute `p q + a I` for symmetric matrices `p` and `q` `[batch, n, n]` that commute, such as
+    polynomials of the same matrix."""
     tile = _tile("commuting", p, q)
     if tile is None:
         return library.symmetric(p, q, diagonal=a)
