@@ -82,8 +82,8 @@ def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.
 
 
 def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> RankGroup:
-    """Return all ranks that hold a copy or a shard of a parameter: the ranks of the largest mesh or,
-    without DTensors, `replicas`.
+    """Return all ranks that hold a copy or a shard of a parameter: the ranks of the largest mesh,
+    or `replicas` if there are no DTensors.
 
     Raises ValueError for a mesh that is not a submesh of the largest mesh.
     """
