@@ -96,8 +96,9 @@ class RunLog:
             replace_file(folder / name, text)
         for text in data_lines(trainer.data, used, content["earlier"]):
             print(f"data {text}", flush=True)
-        self.writer = MetricsWriter(folder)
-        self.monitors: MetricsWriter | None = None
+        self.metrics = MetricsWriter(folder)
+        self.metrics.flush()  # creates the file
+        self.monitors = MetricsWriter(folder, "monitors.jsonl")
         intervals = {"metrics": config.log.interval, "monitors": trainer.monitors.interval}
         kind = "continued" if step else "started"
         self.events.append(event(kind, step, "", intervals=intervals))
@@ -115,7 +116,7 @@ class RunLog:
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
         """Write the metrics of `step` and print its console lines and warnings."""
-        self.writer.log(metrics, step=step)
+        self.metrics.log(metrics, step=step)
         self.trackers.log(metrics, step=step)
         if "train/loss" in metrics:
             print(console_line(metrics, step=step, total_steps=self.config.train.steps), flush=True)
@@ -127,11 +128,23 @@ class RunLog:
                 f"loss; gradient norm: {metrics['penalty/gradient_ratio']:.3g} times that of the "
                 "loss",
             )
+        for text in (*self._rewritten_sets(), *self._grown_counts(metrics)):
+            self.note("warning", step, f"warning: {text}")
+        scored = validation_lines(metrics, step, self.config.tasks.files)
+        for line in (*scored, *sample_lines(metrics)):
+            print(line, flush=True)
+
+    def _rewritten_sets(self) -> Iterator[str]:
+        """Yield a warning for each training set whose tokens were modified since the last
+        report."""
         for each in self.data.all_sets:
             if each.name not in self.rewritten and each.rewritten:
                 self.rewritten.add(each.name)
-                text = f"warning: {each.prefix}.bin was modified after the run opened it"
-                self.note("warning", step, f"{text}: later samples may contain different tokens")
+                text = f"{each.prefix}.bin was modified after the run opened it"
+                yield f"{text}: later samples may contain different tokens"
+
+    def _grown_counts(self, metrics: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a warning for each count in `WARNINGS` that has grown since the last report."""
         prefix, largest = "optim/refused/", metrics.get("pc/domain/max", 0.0)
         units = [
             f"{name.removeprefix(prefix)} {count:.0f}"
@@ -142,36 +155,24 @@ class RunLog:
             new = metrics.get(metric, 0) - self.warned.get(name, 0)
             if new > 0:
                 self.warned[name] = metrics[metric]
-                text = words.format(new=new, units=", ".join(units), largest=largest)
-                self.note("warning", step, f"warning: {text}")
-        scored = validation_lines(metrics, step, self.config.tasks.files)
-        for line in (*scored, *sample_lines(metrics)):
-            print(line, flush=True)
+                yield words.format(new=new, units=", ".join(units), largest=largest)
 
     def record(self, line: dict[str, Any], step: int) -> None:
         """Write the monitors' metrics for `step`."""
-        if self.monitors is None:
-            self.monitors = MetricsWriter(self.config.run.dir, "monitors.jsonl")
         self.monitors.log(line, step=step)
 
     def rewind(self, step: int, text: str) -> None:
         """Drop the lines of all steps after `step`, because the run will repeat these steps. `text`
         gives the reason for the rewind."""
         self.note("rewind", step, text)
-        self._close_figures()
-        drop_later_lines(self.writer.path, step)
-        drop_later_lines(self.writer.path.with_name("monitors.jsonl"), step)
-        self.writer, self.monitors = MetricsWriter(self.config.run.dir), None
-
-    def _close_figures(self) -> None:
-        self.writer.close()
-        if self.monitors is not None:
-            self.monitors.close()
+        for log in (self.metrics, self.monitors):
+            log.close()
+            drop_later_lines(log.path, step)
 
     def close(self) -> None:
         """Close the files and trackers after the run has finished or failed."""
-        self._close_figures()
-        self.events.close()
+        for log in (self.metrics, self.monitors, self.events):
+            log.close()
         self.trackers.close()
 
     def conclude(self, outcome: Outcome, resume: str) -> None:

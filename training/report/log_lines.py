@@ -78,12 +78,13 @@ class LogFile:
                 file.close()
 
     def close(self) -> None:
-        """Write all pending lines and close the file."""
+        """Write all pending lines and close the file. A later line reopens the file."""
         if self._waiting:
             self.flush()
         if self._waiting:
             lost = self._waiting.count(b"\n")
             print(f"warning: {lost} lines of {self.path} could not be written", flush=True)
+            self._waiting = b""
         self._release()
 
 
@@ -152,7 +153,6 @@ class MetricsWriter(LogFile):
 
     def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
         super().__init__(Path(run_dir) / name)
-        self.flush()  # creates the file
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         """Write one line `{"step": step, ...}`, in which null replaces NaN and infinities."""
