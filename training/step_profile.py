@@ -77,15 +77,13 @@ class StepProfile:
             self.steps = profiled_steps(section, after, config.train.last)
         self.profiled = section is not None and self.rank in section.ranks
         self.memory = section is not None and section.memory
-        self._done = not self.steps
-        self._taken = 0
         self._session: profiler.profile | None = None
         self._span: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._messages: list[str] = []
 
     def before(self, step: int) -> None:
         """Start profiling before the first step to profile, and open the step's trace range."""
-        if self._done or not self.profiled or step not in self.steps or self._messages:
+        if not self.profiled or step not in self.steps or self._messages:
             return
         with self._failing():
             if self._session is None:
@@ -96,7 +94,6 @@ class StepProfile:
                 session = profiler.profile(activities=activities, record_shapes=True)
                 session.start()
                 self._session = session
-            self._taken = self._taken or step
             self._span = profiler.record_function(f"step {step}")
             self._span.__enter__()
 
@@ -105,16 +102,16 @@ class StepProfile:
         with self._failing():
             self._span.__exit__(None, None, None)
         self._span = contextlib.nullcontext()
-        if not self._done and step >= self.steps[-1]:
+        if self.steps and step >= self.steps[-1]:
             self.finish(step)
 
     def finish(self, step: int) -> None:
         """Write the profiles of steps up to `step` to files, and report the paths of the files.
         Collective."""
-        if self._done or step < self.steps[0]:
+        if not self.steps or step < self.steps[0]:
             return
-        self._done = True
-        self._write(step)
+        self._write(range(self.steps[0], step + 1))
+        self.steps = range(0)
         for text in (text for texts in from_all(self._messages, self.host) for text in texts):
             self.note("warning" if text.startswith("warning") else "profile", step, text)
 
@@ -127,16 +124,16 @@ class StepProfile:
             self._forget_allocations()
             print(f"warning: no profile of rank {self.rank}: the run failed", flush=True)
 
-    def _write(self, step: int) -> None:
+    def _write(self, steps: range) -> None:
         session, self._session = self._session, None
         if session is None:
             return
-        name = f"steps_{self._taken}-{step}_rank_{self.rank}"
+        name = f"steps_{steps[0]}-{steps[-1]}_rank_{self.rank}"
         with self._failing():
             session.stop()
             self.folder.mkdir(exist_ok=True)
             path = write_trace(session, self.folder / f"{name}.json.gz")
-            what = f"profile of {_named(range(self._taken, step + 1))} on rank {self.rank}"
+            what = f"profile of {_named(steps)} on rank {self.rank}"
             self._messages.append(
                 f"{what}: {path}, {_megabytes(path)}, for https://ui.perfetto.dev"
             )
