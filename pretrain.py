@@ -313,18 +313,14 @@ def start_training(config: "Config", resume: str, interrupts: Interrupts | None 
     from models.engine import no_collection
 
     with no_collection():
-        from parallel.checkpoint.state_writer import WriterError
         from parallel.comm import groups
         from parallel.comm.collectives import CollectiveError
-        from parallel.optimizer.distributed_optimizer import DisagreementError
-        from training.checkpoint.saving import CheckpointError
         from training.config import check
         from training.data.build_data import with_vocabulary
         from training.lifecycle.lifecycle import FAILED, INTERRUPT, REASONS
         from training.lifecycle.terminal import CODE
         from training.machine.start import start_groups
-        from training.nonfinite import NonFiniteError
-        from training.run import train
+        from training.run import SAME_ON_ALL_RANKS, train
 
     config = with_vocabulary(config)
     # The batch ramp is checked later, once the step to resume from is known.
@@ -342,7 +338,7 @@ def start_training(config: "Config", resume: str, interrupts: Interrupts | None 
         leave = groups.shutdown
     except InputError:
         raise
-    except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
+    except SAME_ON_ALL_RANKS as error:
         return fail(error, code=1)
     except CollectiveError as error:
         if interrupts is not None and interrupts.requested:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -68,6 +68,15 @@ from training.opening_notes import (
 from training.planning.added_cost import monitor_cost
 from training.run_log import RunLog, write_failure
 from training.step import StepResult, Trainer
+
+SAME_ON_ALL_RANKS: Final = (
+    InputError,
+    NonFiniteError,
+    DisagreementError,
+    CheckpointError,
+    WriterError,
+)
+"""Errors that all ranks raise together, with the same message."""
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
@@ -306,8 +315,7 @@ def reports(error: Exception, rank: int) -> bool:
     """
     if isinstance(error, CollectiveError):
         return all(before in error.absent for before in range(rank))
-    common = (InputError, NonFiniteError, DisagreementError, CheckpointError, WriterError)
-    return rank == 0 or not isinstance(error, common)
+    return rank == 0 or not isinstance(error, SAME_ON_ALL_RANKS)
 
 
 @contextlib.contextmanager
