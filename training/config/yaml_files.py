@@ -8,12 +8,12 @@ references, because a saved config may come from an untrusted source.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from fnmatch import fnmatchcase
-from functools import lru_cache
-from itertools import accumulate, chain, islice
+from functools import lru_cache, reduce
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -77,9 +77,7 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
     Raises InvalidConfigError if a file, an override or a reference is invalid.
     """
     with _readable(_shown(path)):
-        merged: Content = {}
-        for _, content in _sources(path, overrides):
-            merged = over(merged, content)
+        merged = _merged(content for _, content in _sources(path, overrides))
         if lines := list(_foreign_references(merged)):
             raise InvalidConfigError(lines)
         return cast(Content, OmegaConf.to_container(OmegaConf.create(dict(merged)), resolve=True))
@@ -120,35 +118,34 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
     Raises InvalidConfigError if an override is invalid.
     """
-    merged: Content = {}
-    for text in overrides:
-        merged = over(merged, _override(text))
-    return merged
+    return _merged(map(_override, overrides))
+
+
+def _merged(contents: Iterable[Content]) -> Content:
+    """Merge mappings in ascending priority."""
+    return reduce(over, contents, {})
 
 
 def replaced(overrides: Sequence[str]) -> Iterator[str]:
     """Yield a message for each override whose value is changed or removed by a later override."""
     contents = list(map(_override, overrides))
-    nothing: Content = {}
-    states = [*accumulate(contents, over, initial=nothing)][1:]
+    states = [_merged(contents[: i + 1]) for i in range(len(contents))]
     for i, text in enumerate(overrides):
-        keys = [key for key, _ in flat(contents[i])]
-        values = {key: _value(states[i], key) for key in keys}
+        keys = [key.split(".") for key, _ in flat(contents[i])]
         for later in range(i + 1, len(overrides)):
-            now = {key: _value(states[later], key) for key in keys}
+            changes = ((_value(states[i], key), _value(states[later], key)) for key in keys)
             # Filling a section emptied by an earlier override does not count as replacing it.
             if any(
-                now[key] != old
-                for key, old in values.items()
-                if not isinstance(now[key] if old is None else old, Mapping)
+                now != old and not isinstance(now if old is None else old, Mapping)
+                for old, now in changes
             ):
                 yield f"override {overrides[later]} replaces override {text}"
                 break
 
 
-def _value(content: Any, key: str) -> Any:
-    """Return the value of a dotted key, or None."""
-    for name in key.split("."):
+def _value(content: Any, names: Sequence[str]) -> Any:
+    """Return the value of the key with the given names, outermost first, or None."""
+    for name in names:
         content = content.get(name) if isinstance(content, Mapping) else None
     return content
 
@@ -173,10 +170,7 @@ def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str 
     `names` are the parts of the key, outermost name first. Return None if every source either omits
     the key or sets it to null. `path` and `overrides` are as in `read_merged`."""
     for source, content in reversed(_sources(path, overrides)):
-        value: Any = content
-        for name in names:
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if value is None:
+        if _value(content, names) is None:
             continue
         if not isinstance(source, Path):
             return f"the override {source}"
