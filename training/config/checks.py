@@ -43,26 +43,30 @@ def model_checks(config: Config) -> Iterator[Check]:
 
 def run_checks(config: Config) -> Iterator[Check]:
     """Check the training, optimizer, checkpoint and profiler settings."""
-    train, moe = config.train, config.model.moe
-    sdpa, masked = config.model.attention_backend == "sdpa", config.data.document_mask
-    flash = config.model.attention_kernel != "auto"
-    rule = "requires model.attention_backend transformer_engine"
-    yield "train.fp8", sdpa and train.fp8 is not None, rule
-    rule = "requires model.attention_backend sdpa: Transformer Engine fuses these operations itself"
-    yield "train.compile", not sdpa and train.compile not in (None, "auto"), rule
-    rule = "requires train.precision bf16"
-    yield "model.attention_kernel", flash and train.precision != "bf16", rule
-    rule = (
-        "must be auto or null with model.attention_backend transformer_engine: Transformer Engine "
-        "uses its own kernels"
-    )
-    yield "train.fused_backward", not sdpa and train.fused_backward == "triton", rule
-    rule = (
-        "requires model.attention_backend sdpa: document boundaries are not passed to Transformer "
-        "Engine"
-    )
-    yield "data.document_mask", masked and not sdpa, rule
-    yield "data.document_mask", masked and flash, "requires model.attention_kernel auto"
+    train, model, moe = config.train, config.model, config.model.moe
+    masked, flash = config.data.document_mask, model.attention_kernel != "auto"
+    if model.attention_backend == "sdpa":
+        rule = "requires model.attention_backend transformer_engine"
+        yield "train.fp8", train.fp8 is not None, rule
+    else:
+        rule = (
+            "requires model.attention_backend sdpa: Transformer Engine fuses these operations "
+            "itself"
+        )
+        yield "train.compile", train.compile not in (None, "auto"), rule
+        rule = (
+            "must be auto or null with model.attention_backend transformer_engine: Transformer "
+            "Engine uses its own kernels"
+        )
+        yield "train.fused_backward", train.fused_backward == "triton", rule
+        rule = (
+            "requires model.attention_backend sdpa: document boundaries are not passed to "
+            "Transformer Engine"
+        )
+        yield "data.document_mask", masked, rule
+    if flash:
+        yield "model.attention_kernel", train.precision != "bf16", "requires train.precision bf16"
+        yield "data.document_mask", masked, "requires model.attention_kernel auto"
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
     rule = (
         "must be none or full if every feed-forward block is routed: selective does not recompute "
