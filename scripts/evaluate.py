@@ -150,7 +150,7 @@ def score_checkpoint(
     from training.config.schema import ParallelConfig
     from training.data.build_data import build_tasks
     from training.data.token_bytes import tokenizer_file
-    from training.evaluation import score, tokens_of_a_pass
+    from training.evaluation import score
     from training.machine.start import start_groups
 
     info = read_checkpoint(source)
@@ -179,14 +179,7 @@ def score_checkpoint(
         for task in tasks:
             print(task)
         model = build_parallel_model(config, layout, initial_weights(config))
-        assert config.model.vocab_size is not None  # set in saved configs
-        scores = score(
-            model,
-            layout,
-            tasks,
-            vocab_size=config.model.vocab_size,
-            most_tokens=tokens_of_a_pass(config.train, config.model, layout),
-        )
+        scores = score(model, layout, tasks, config)
     finally:
         groups.shutdown()
     return info.path, {

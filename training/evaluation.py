@@ -19,6 +19,7 @@ from models.layout import Layout, context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction, ParallelModel
+from training.config import Config
 from training.config.data import mean_weights
 from training.config.schedule import TrainConfig
 from training.data.batches import as_batch, on_device
@@ -163,21 +164,22 @@ def score(
     model: ParallelModel,
     groups: Groups,
     tasks: Sequence[Task],
-    *,
-    vocab_size: int,
-    most_tokens: float,
+    config: Config,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Return `task/<name>/acc` and `task/<name>/acc_norm` for each task, and their means over tasks
     as `task/acc` and `task/acc_norm`. All ranks get the same values.
 
-    `vocab_size` is the vocabulary size without padding. A pass contains at most `most_tokens`
-    tokens, unless a single sequence is longer. All ranks call `stop` periodically, and raise
-    Interrupted once `stop` returns True.
+    All ranks call `stop` periodically, and raise Interrupted once `stop` returns True.
     """
-    requests = [request for task in tasks for request in task.requests]
+    assert config.model.vocab_size is not None  # `with_vocabulary` has replaced null
     likelihoods = log_likelihoods(
-        model, groups, requests, vocab_size=vocab_size, most_tokens=most_tokens, stop=stop
+        model,
+        groups,
+        [request for task in tasks for request in task.requests],
+        vocab_size=config.model.vocab_size,
+        most_tokens=tokens_of_a_pass(config.train, config.model, groups),
+        stop=stop,
     )
     metrics, start, rows = {}, 0, []
     for task in tasks:
@@ -208,7 +210,8 @@ def log_likelihoods(
 ) -> list[float]:
     """Return the log-probability in nats of each request's scored tokens, summed over tokens.
 
-    For `vocab_size`, `most_tokens` and `stop`, see `score`.
+    `vocab_size` is the vocabulary size without padding. A pass contains at most `most_tokens`
+    tokens, unless a single sequence is longer. For `stop`, see `score`.
     """
     window, by_length = model.sequence_length, dict[int, list[int]]()
     losses = torch.zeros(len(requests), dtype=torch.float64, device=groups.device)

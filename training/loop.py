@@ -9,7 +9,7 @@ from typing import Any
 from torch import profiler
 
 from spectral.ieee_products import ieee_products
-from training.evaluation import Interrupted, evaluate, score, tokens_of_a_pass
+from training.evaluation import Interrupted, evaluate, score
 from training.lifecycle.lifecycle import NoLifecycle
 from training.lifecycle.pace import collect
 from training.nonfinite import NonFiniteError
@@ -227,13 +227,5 @@ class Loop:
 
     def score(self) -> dict[str, float]:
         """Return the metrics of all tasks. Raises Interrupted after a stop request."""
-        groups, model, train = self.trainer.groups, self.config.model, self.config.train
-        assert model.vocab_size is not None  # `with_vocabulary` has replaced null
-        return score(
-            self.trainer.model,
-            groups,
-            self.trainer.tasks,
-            vocab_size=model.vocab_size,
-            most_tokens=tokens_of_a_pass(train, model, groups),
-            stop=self.hooks.lifecycle.stop_now,
-        )
+        trainer, stop = self.trainer, self.hooks.lifecycle.stop_now
+        return score(trainer.model, trainer.groups, trainer.tasks, self.config, stop)
