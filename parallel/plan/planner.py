@@ -421,10 +421,13 @@ class _Placed:
 
 
 @lru_cache(maxsize=1024)
-def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
+def state_of_matrix(rule: Rule, shape: tuple[int, ...], momentum_bytes: int = 4) -> dict[str, int]:
     """Return the bytes of a rule's state for one matrix, by tensor name."""
     state = rule.init_state(torch.empty(1, *shape, device="meta"))
-    return {name: tensor.nbytes for name, tensor in state.items()}
+    return {
+        name: momentum_bytes * tensor.numel() if name in rule.elementwise_state else tensor.nbytes
+        for name, tensor in state.items()
+    }
 
 
 def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
@@ -445,8 +448,8 @@ def pc_bytes(assigned: Assignment, shape: tuple[int, ...], momentum_bytes: int =
     """
     assert assigned.pc is not None
     rows, cols = shape
-    size = 4 * (rows * cols + rows + cols + 2) + sum(state_of_matrix(assigned.rule, shape).values())
-    size -= (4 - momentum_bytes) * rows * cols * len(assigned.rule.elementwise_state)
+    size = 4 * (rows * cols + rows + cols + 2)
+    size += sum(state_of_matrix(assigned.rule, shape, momentum_bytes).values())
     rule = assigned.pc.gamma_rule
     if rule is not None:
         gamma = rule.init_state(torch.empty(1, 1, device="meta"))

@@ -16,6 +16,7 @@ from training.assignments import config_assignments, config_routes, config_units
 from training.checkpoint.checkpoints import superseded
 from training.config import Config
 from training.dry_run import attended_length, batch_seconds, data_table, documents_known, step_shape
+from training.machine.backends import DTYPES
 from training.planning.added_cost import planned_cost, run_hours, task_cost
 from training.report.console import layout
 from training.report.text import table
@@ -261,17 +262,19 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the number of bytes of the tensors in a checkpoint, which are float32 weights and
-    optimizer state."""
+    """Return the number of bytes of the tensors in a checkpoint: float32 weights and the optimizer
+    state."""
     assign = config_assignments(config)
+    momentum_bytes = DTYPES[config.optimizer.distributed.momentum_dtype or "fp32"].itemsize
     total = 0
     for unit in config_units(config):
         assigned = assign(unit)
         weight = 4 * prod(unit.shape)
         if assigned.pc is not None:
-            total += pc_bytes(assigned, unit.shape)
+            total += pc_bytes(assigned, unit.shape, momentum_bytes)
         elif assigned.whole_matrix:
-            total += weight + sum(state_of_matrix(assigned.rule, unit.shape).values())
+            state = state_of_matrix(assigned.rule, unit.shape, momentum_bytes)
+            total += weight + sum(state.values())
         else:
             total += weight + element_state_bytes(assigned.rule) * prod(unit.shape)
     return total

@@ -13,10 +13,19 @@ WIDE = {"model__hidden": 256, "model__ffn": 768, "checkpoint__interval": 1}
 tensors."""
 SHORT = {"train__exit_step": 1, "train__global_batch": 2, "validation__samples": 1}
 WITH_PC = {"pc__level": 2}
+HALF_MOMENTUM = {"optimizer__distributed__momentum_dtype": "bf16"}
 
 
 @pytest.mark.parametrize(
-    ("rule", "keys"), [("adamw", {}), ("muon", {}), ("spectral_sphere", {}), ("muon", WITH_PC)]
+    ("rule", "keys"),
+    [
+        ("adamw", {}),
+        ("muon", {}),
+        ("spectral_sphere", {}),
+        ("muon", WITH_PC),
+        ("muon", HALF_MOMENTUM),
+        ("muon", WITH_PC | HALF_MOMENTUM),
+    ],
 )
 def test_a_saved_state_is_as_large_as_planned(rule, keys, folder, world):
     config = tiny_config(folder, rule, **WIDE, **SHORT, **keys)
