@@ -162,7 +162,9 @@ def comparison(results: Results) -> pd.DataFrame:
             line |= {"against": other, **paired(losses[name] - losses[other])}
         both = [*ended.get(name, []), *ended.get(other, [])]
         unlike = results.get("not_comparable", {}).get(name, ())
-        lines.append({**line, "verdict": verdict(line, both, unlike)})
+        if (found := verdict(line, both, unlike)) is not None:
+            line["verdict"] = found
+        lines.append(line)
     return pd.DataFrame(lines)
 
 
@@ -195,21 +197,23 @@ def paired(differences: pd.Series) -> dict[str, float]:
     }  # fmt: skip
 
 
-def verdict(line: Mapping[str, Any], ended: Sequence[str], unlike: Sequence[str] = ()) -> str:
+def verdict(
+    line: Mapping[str, Any], ended: Sequence[str], unlike: Sequence[str] = ()
+) -> str | None:
     """Return the verdict on a row of the comparison.
 
     The verdict is `higher` or `lower` if the 95% interval excludes 0. If the interval contains 0,
     the verdict is `level` if the whole interval is within `LEVEL` of 0, and `cannot tell`
     otherwise. If no verdict is possible, return the reason. `ended` are the messages of `grid_ends`
     about the two variants, and `unlike` are the reasons why their losses are not comparable. A
-    variant that is not compared has no verdict ("") unless its settings are at an end of a grid.
+    variant that is not compared has no verdict (None) unless its settings are at an end of a grid.
     """
     if "against" in line and unlike:
         return f"not comparable: the validation losses differ in {', '.join(unlike)}"
     if ended:
         return f"refused: {'; '.join(dict.fromkeys(ended))}"
     if "against" not in line:
-        return ""
+        return None
     if math.isnan(line["difference"]):
         return "a run failed"
     if math.isnan(line["low"]):
